@@ -4,7 +4,7 @@ import jax
 from jax import numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from pallas_kernels import NF4Weight, nf4_linear
+from pallas_kernels.nf4_linear import NF4Weight, nf4_linear
 
 
 def matmul(x: Float[Array, "*B I"], w: Float[Array, "O I"] | NF4Weight) -> Float[Array, "*B O"]:

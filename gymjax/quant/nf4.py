@@ -9,8 +9,7 @@ from collections.abc import Mapping
 import numpy as np
 from jaxtyping import Float, Shaped, UInt8
 
-from pallas_kernels import NF4Weight
-from pallas_kernels.nf4_linear import DYNAMIC_CODE, NF4_CODE
+from pallas_kernels.nf4_linear import DYNAMIC_CODE, NF4_CODE, NF4Weight
 
 BLOCK = 64
 NESTED_BLOCK = 256

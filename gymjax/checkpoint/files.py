@@ -1,0 +1,88 @@
+"""Writing a set of files so that a crash, a kill or a full disk leaves the old set whole."""
+
+import contextlib
+import errno
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def require_space(folder: Path, needed: int) -> None:
+    """Refuse to begin a write that cannot end.
+
+    Args:
+        folder: where the files go; it or a parent exists.
+        needed: bytes.
+
+    Raises:
+        OSError: fewer bytes are free than needed.
+    """
+    existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    free = shutil.disk_usage(existing).free
+    if free < needed:
+        raise _full(folder, f"{_gib(needed)} are needed there and {_gib(free)} are free")
+
+
+@contextlib.contextmanager
+def replacing(folder: Path) -> Iterator[Path]:
+    """A temporary sibling folder whose files take their places in `folder` when the block ends without an error.
+
+    A folder that does not exist yet appears whole, by one rename; in one that does, each file is replaced at once and
+    files of other names stay. On any error nothing of `folder` is touched and the temporary folder is removed.
+
+    Raises:
+        OSError: the disk is full; the message says that the old files are intact.
+    """
+    folder = folder.absolute()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent))
+    try:
+        yield temporary
+        for path in temporary.iterdir():
+            sync(path)
+        temporary.chmod(0o777 & ~_umask())
+        if folder.exists():
+            for path in sorted(temporary.iterdir(), key=_indexes_last):
+                path.replace(folder / path.name)
+        else:
+            temporary.rename(folder)
+        sync(folder.parent)
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            raise _full(folder, "the write stopped half-way") from error
+        raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file or a folder's entries are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _indexes_last(path: Path) -> tuple[bool, str]:
+    """Files that name other files are replaced after them."""
+    return path.suffix == ".json", path.name
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _full(folder: Path, what: str) -> OSError:
+    return OSError(
+        errno.ENOSPC,
+        f"disk full while writing {folder}: {what}. What was saved before is intact; free space or write elsewhere",
+    )
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"

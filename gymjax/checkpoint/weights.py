@@ -1,0 +1,189 @@
+"""Named tensors of a checkpoint into the decoder's tree, and the tree back into named tensors."""
+
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+
+from gymjax.checkpoint.safetensors_io import Tensor
+from gymjax.models.decoder import Decoder, DecoderConfig
+from gymjax.models.names import HFWeight, hf_weights
+from gymjax.quant.nf4 import quantize, to_bitsandbytes
+from pallas_kernels.nf4_linear import NF4Weight, dequantize
+
+Place = Callable[[tuple[str | int, ...], Any], Any]
+_SHOWN = 12  # names listed of each kind of trouble
+
+
+class Source(Protocol):
+    """Where a model's tensors come from: a folder of safetensors or a GGUF file.
+
+    Attributes:
+        origin: path to name in errors.
+        shapes: name in Hugging Face's spelling -> shape, before any packing.
+    """
+
+    origin: str
+    shapes: Mapping[str, tuple[int, ...]]
+
+    def read(self, name: str) -> np.ndarray | NF4Weight:
+        """One tensor, mapped where possible; a weight that is stored packed comes packed."""
+
+
+def load_decoder(
+    cfg: DecoderConfig,
+    source: Source,
+    *,
+    dtype: DTypeLike,
+    compute_dtype: DTypeLike | None = None,
+    quantize_nf4: bool = False,
+    double_quant: bool = True,
+    place: Place | None = None,
+) -> Decoder:
+    """Build a decoder from named tensors, one variable of the tree in host memory at a time.
+
+    Args:
+        cfg: shape of the model.
+        source: its tensors.
+        dtype: of dense weights, and what packed ones dequantize to.
+        compute_dtype: of activations; default dtype.
+        quantize_nf4: pack the linear weights of the blocks into NF4, layer by layer as they are read.
+        double_quant: pack the block scales too.
+        place: puts a variable's value (array or NF4Weight of NumPy arrays, stacked over layers) on its devices, given
+            its path; default `jax.device_put`.
+
+    Raises:
+        ValueError: tensors are missing, left over or of the wrong shape; one message names them all.
+    """
+    weights = hf_weights(cfg)
+    check_names(cfg, source, weights)
+    place = place or (lambda path, value: jax.device_put(value))
+    model = nnx.eval_shape(lambda: Decoder(cfg, dtype=dtype, compute_dtype=compute_dtype))
+    by_path: dict[tuple, list[HFWeight]] = {}
+    for weight in weights:
+        by_path.setdefault(weight.path, []).append(weight)
+    with ThreadPoolExecutor() as pool:
+        for path, rows in by_path.items():
+
+            def read(weight: HFWeight) -> np.ndarray | NF4Weight:
+                value = source.read(weight.name)
+                if quantize_nf4 and weight.quantizable and not isinstance(value, NF4Weight):
+                    return quantize(value, double_quant=double_quant, dtype=np.dtype(dtype).name)
+                return value
+
+            value = _stack(rows, read, np.dtype(dtype), pool)
+            variable_at(model, path).set_value(place(path, value))
+    return model
+
+
+def _stack(rows: list[HFWeight], read: Callable, dtype: np.dtype, pool: ThreadPoolExecutor) -> np.ndarray | NF4Weight:
+    """Read one variable: a single tensor, or its layers into preallocated arrays."""
+    first = read(rows[0])
+    packed = isinstance(first, NF4Weight)
+    if rows[0].index is None:
+        return _unpack_meta(first, dtype) if packed else np.asarray(first, dtype)
+    parts, treedef = jax.tree.flatten(_unpack_meta(first, dtype) if packed else first)
+    stacked = [np.empty((len(rows), *part.shape), part.dtype if packed else dtype) for part in parts]
+
+    def fill(weight: HFWeight) -> None:
+        value = first if weight is rows[0] else read(weight)
+        if isinstance(value, NF4Weight) != packed or (packed and len(jax.tree.leaves(value)) != len(parts)):
+            raise ValueError(
+                f"{weight.name} and {rows[0].name} are stored in different formats, but layers are stacked: "
+                "quantize the same modules in every layer, with the same settings"
+            )
+        for whole, part in zip(stacked, jax.tree.leaves(value)):
+            whole[weight.index] = part
+
+    list(pool.map(fill, rows))
+    return jax.tree.unflatten(treedef, stacked)
+
+
+def _unpack_meta(value: NF4Weight, dtype: np.dtype) -> NF4Weight:
+    """The same packed weight, dequantizing to `dtype`."""
+    return NF4Weight(
+        value.codes,
+        value.absmax,
+        value.nested_absmax,
+        value.offset,
+        shape=value.shape,
+        block_size=value.block_size,
+        dtype=dtype.name,
+    )
+
+
+def check_names(cfg: DecoderConfig, source: Source, weights: list[HFWeight]) -> None:
+    """Compare a source's tensors with those the model has.
+
+    Raises:
+        ValueError: one message with every missing, left-over and wrongly shaped tensor.
+    """
+    wanted = {weight.name: weight.shape for weight in weights}
+    missing = [name for name in wanted if name not in source.shapes]
+    extra = [name for name in source.shapes if name not in wanted and not _harmless(cfg, source, name)]
+    wrong = [
+        f"{name} is {tuple(source.shapes[name])}, must be {shape}"
+        for name, shape in wanted.items()
+        if name in source.shapes and tuple(source.shapes[name]) != shape
+    ]
+    kinds = {"missing": missing, "not part of this architecture": extra, "of the wrong shape": wrong}
+    found = [f"{len(names)} {kind}: {_listed(names)}" for kind, names in kinds.items() if names]
+    if found:
+        raise ValueError(
+            f"{source.origin}: the tensors do not fit the model that config.json describes. {'. '.join(found)}. "
+            "Check that config.json and the weights belong together and that every file was copied"
+        )
+
+
+def _harmless(cfg: DecoderConfig, source: Source, name: str) -> bool:
+    """Buffers that old files carry, and a tied head stored twice with equal values."""
+    if name.endswith(("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")):
+        return True
+    if name == "lm_head.weight" and cfg.tie_embeddings and "model.embed_tokens.weight" in source.shapes:
+        head, embed = source.read(name), source.read("model.embed_tokens.weight")
+        return head.shape == embed.shape and np.array_equal(head, embed)
+    return False
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+def variable_at(model: Decoder, path: tuple[str | int, ...]) -> nnx.Variable:
+    """The variable at a path of the tree."""
+    node = model
+    for part in path:
+        node = node[part] if isinstance(part, int) else getattr(node, part)
+    return node
+
+
+def hf_tensors(model: Decoder, dtype: DTypeLike, *, keep_packed: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of a model under its Hugging Face name, in the order of the layers; read one at a time.
+
+    Args:
+        model: adapters are not part of it: merge them first.
+        dtype: of dense tensors.
+        keep_packed: write NF4 weights as bitsandbytes stores them; else they are dequantized to dtype.
+    """
+    dtype = np.dtype(dtype)
+    for weight in hf_weights(model.cfg):
+        value = variable_at(model, weight.path).get_value()
+        if keep_packed and isinstance(value, NF4Weight):
+            for name, part in to_bitsandbytes(_row(value, weight.index), weight.name).items():
+                yield name, Tensor(part.shape, part.dtype, lambda part=part: part)
+        else:
+            yield weight.name, Tensor(weight.shape, dtype, lambda v=value, i=weight.index: _dense(_row(v, i), dtype))
+
+
+def _row(value: Any, index: int | None) -> Any:
+    """One layer of a stacked value, on the host."""
+    return jax.tree.map(lambda leaf: np.asarray(leaf if index is None else leaf[index]), value)
+
+
+def _dense(value: np.ndarray | NF4Weight, dtype: np.dtype) -> np.ndarray:
+    return np.asarray(dequantize(value, dtype=dtype) if isinstance(value, NF4Weight) else value).astype(dtype)
