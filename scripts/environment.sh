@@ -23,7 +23,7 @@ install() {
     return
   fi
   say "$folder: installing $name (pip install $*)"
-  "$folder/bin/python" -m pip install --quiet --disable-pip-version-check "$@" ||
+  "$folder/bin/python" -m pip install -qq --disable-pip-version-check "$@" ||
     { echo "pip failed; trying once more"; "$folder/bin/python" -m pip install --disable-pip-version-check "$@"; } || return
   echo "$wanted" >"$stamp"
 }
