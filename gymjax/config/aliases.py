@@ -1,0 +1,174 @@
+"""Other systems' names for our keys: Axolotl's, TRL's and spellings of values. Every mapping is in a literal dict."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from gymjax.config.coerce import coerce, text
+from gymjax.config.source import parse_flow
+
+# Another name, the same value.
+RENAMED: dict[str, str] = {
+    "base_model": "model_name_or_path",
+    "lora_model_dir": "adapter_name_or_path",
+    "lora_r": "lora_rank",
+    "lora_target_modules": "lora_target",
+    "lora_modules_to_save": "additional_target",
+    "modules_to_save": "additional_target",
+    "peft_use_rslora": "use_rslora",
+    "sequence_len": "cutoff_len",
+    "max_seq_length": "cutoff_len",
+    "sample_packing": "packing",
+    "train_on_inputs": "train_on_prompt",
+    "val_set_size": "val_size",
+    "dataset_prepared_path": "tokenized_path",
+    "default_system_message": "default_system",
+    "micro_batch_size": "per_device_train_batch_size",
+    "eval_batch_size": "per_device_eval_batch_size",
+    "num_epochs": "num_train_epochs",
+    "lr_scheduler": "lr_scheduler_type",
+    "optimizer": "optim",
+    "cosine_min_lr_ratio": "min_lr_ratio",
+    "early_stopping_patience": "early_stopping_steps",
+    "evaluation_strategy": "eval_strategy",
+    "dp_shard_size": "fsdp_size",
+    "dp_replicate_size": "dp_size",
+}
+
+# Another name whose value decides: name -> value -> what it means in our keys.
+VALUED: dict[str, dict[str, dict[str, str]]] = {
+    "adapter": {
+        "lora": {"finetuning_type": "lora"},
+        "qlora": {"finetuning_type": "lora", "quantization_bit": "4"},
+    },
+    "load_in_4bit": {"true": {"quantization_bit": "4"}, "false": {}},
+    "lora_target_linear": {"true": {"lora_target": "all"}, "false": {}},
+    "neat_packing": {"true": {"packing": "true"}, "false": {}},
+    "use_muon": {"true": {"optim": "muon"}, "false": {}},
+    "disable_gradient_checkpointing": {
+        "true": {"gradient_checkpointing": "none"},
+        "false": {"gradient_checkpointing": "full"},
+    },
+    "flash_attention": {"true": {"flash_attn": "auto"}, "false": {}},
+    "sdp_attention": {"true": {"flash_attn": "auto"}, "false": {}},
+    "xformers_attention": {"true": {"flash_attn": "auto"}, "false": {}},
+    "attn_implementation": {
+        "flash_attention_2": {"flash_attn": "auto"},
+        "flash_attention_3": {"flash_attn": "auto"},
+        "sdpa": {"flash_attn": "auto"},
+        "eager": {"flash_attn": "disabled"},
+    },
+    "shuffle_merged_datasets": {"true": {"disable_shuffling": "false"}, "false": {"disable_shuffling": "true"}},
+    "saves_per_epoch": {"0": {"save_strategy": "no"}, "1": {"save_strategy": "epoch"}},
+    "evals_per_epoch": {"0": {"eval_strategy": "no"}, "1": {"eval_strategy": "epoch"}},
+    "use_tensorboard": {"true": {"report_to": "tensorboard"}, "false": {}},
+    "auto_resume_from_checkpoints": {"true": {}, "false": {"resume_from_checkpoint": "false"}},
+    "chat_template": {"tokenizer_default": {}},
+}
+
+# Spellings of our own keys' values.
+SPELLINGS: dict[str, dict[str, str]] = {
+    "optim": {
+        "adamw_torch": "adamw",
+        "adamw_torch_fused": "adamw",
+        "adamw_hf": "adamw",
+        "adamw_torch_xla": "adamw",
+        "adamw_apex_fused": "adamw",
+        "lion_32bit": "lion",
+    },
+    "flash_attn": {"sdpa": "auto", "fa2": "auto", "fa3": "auto"},
+    "gradient_checkpointing": {"true": "full", "false": "none", "unsloth": "full"},
+    "save_strategy": {"false": "no"},
+    "eval_strategy": {"false": "no"},
+    "metric_for_best_model": {"loss": "eval_loss"},
+    "bf16": {"auto": "null"},
+    "fp16": {"auto": "null"},
+    "lr_scheduler_type": {"cosine_warmup_with_min_lr": "cosine_with_min_lr"},
+}
+
+# Printed once when the key, or the key with this value, is met.
+REMARKS: dict[tuple[str, str], str] = {
+    ("flash_attn", "sdpa"): "flash_attn: sdpa means auto here; the fastest kernel that accepts the shapes runs",
+    ("flash_attn", "fa2"): "flash_attn: fa2 means auto here; the fastest kernel that accepts the shapes runs",
+    ("flash_attn", "fa3"): "flash_attn: fa3 means auto here; the fastest kernel that accepts the shapes runs",
+    ("neat_packing", "false"): "neat_packing: packed documents never see each other here, with it or without",
+}
+
+
+def _datasets(key: str, value: Any, target: str) -> dict[str, Any]:
+    """Axolotl's `[{path: ..., type: ...}]`: the paths are kept, the shape of the rows is read from their columns."""
+    rows = parse_flow(value) if isinstance(value, str) and value.lstrip().startswith("[") else value
+    rows = rows if isinstance(rows, list) else [rows]
+    return {target: [_dataset_path(f"{key}[{i}]", row) for i, row in enumerate(rows)]}
+
+
+def _dataset_path(where: str, row: Any) -> str:
+    if isinstance(row, str):
+        return row
+    if not isinstance(row, Mapping) or not row.get("path"):
+        raise ValueError(f"{where} must be a path or a mapping with a path, is {row!r}")
+    for name, value in row.items():
+        allowed = _DATASET_KEYS.get(name, ())
+        if value is not None and allowed is not None and text(value) not in allowed:
+            raise ValueError(
+                f"{where}.{name}: {text(value)} is known, not supported yet; the shape of the rows is read from their"
+                " columns (alpaca, sharegpt, messages, text); describe other columns in dataset_info.json"
+            )
+    return str(row["path"])
+
+
+# Keys of one dataset: the values that need nothing done; None = any.
+_DATASET_KEYS: dict[str, tuple[str, ...] | None] = {
+    "path": None,
+    "type": ("chat_template", "alpaca", "sharegpt", "completion"),
+    "ds_type": None,
+    "split": ("train",),
+    "roles_to_train": ("assistant",),
+    "train_on_eos": ("turn",),
+    "field_messages": ("messages", "conversations"),
+    "field": ("text",),
+}
+
+
+def _scheduler_kwargs(key: str, value: Any) -> dict[str, Any]:
+    """The Trainer's `{min_lr: 1e-6}` or `{min_lr_rate: 0.1}`."""
+    names = {"min_lr": "min_lr", "min_lr_rate": "min_lr_ratio"}
+    numbers = coerce(value, Mapping[str, float])
+    unknown = sorted(set(numbers) - set(names))
+    if unknown:
+        raise ValueError(f"{key} takes min_lr or min_lr_rate, has {', '.join(unknown)}")
+    return {names[name]: number for name, number in numbers.items()}
+
+
+def _warmup_steps(key: str, value: Any) -> dict[str, Any]:
+    """A share below 1 is the Trainer's newer spelling of warmup_ratio."""
+    try:
+        number = coerce(value, float)
+    except ValueError:
+        return {key: value}
+    return {"warmup_ratio": number} if 0 < number < 1 else {key: value}
+
+
+def _special_tokens(key: str, value: Any) -> dict[str, Any]:
+    if isinstance(value, Mapping) and set(value) <= {"pad_token"}:
+        return {}
+    raise ValueError(f"{key} is known, not supported yet (but pad_token); set special tokens in the tokenizer's files")
+
+
+def _plugins(key: str, value: Any) -> dict[str, Any]:
+    others = [name for name in coerce(value, tuple[str, ...]) if not any(known in name for known in _OWN_KERNELS)]
+    if others:
+        raise ValueError(f"{key}: {', '.join(others)} is known, not supported yet; remove it")
+    return {}
+
+
+_OWN_KERNELS = ("liger", "cut_cross_entropy")
+
+# Names whose value has to be taken apart; each returns values for our keys or raises ValueError.
+STRUCTURED: dict[str, Callable[[str, Any], dict[str, Any]]] = {
+    "datasets": lambda key, value: _datasets(key, value, "dataset"),
+    "test_datasets": lambda key, value: _datasets(key, value, "eval_dataset"),
+    "lr_scheduler_kwargs": _scheduler_kwargs,
+    "warmup_steps": _warmup_steps,
+    "special_tokens": _special_tokens,
+    "plugins": _plugins,
+}

@@ -1,0 +1,98 @@
+"""From a file and overrides to a checked Config."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from gymjax.config.checks import problems
+from gymjax.config.sections import SECTIONS, Config
+from gymjax.config.source import ConfigError, Entry, read_file, read_overrides
+from gymjax.config.translate import Given, Translation, located, translate
+
+
+def load(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
+    """Read a YAML file and apply overrides, later ones winning.
+
+    Args:
+        path: a flat YAML file in LLaMA-Factory's or Axolotl's keys, or None for overrides alone.
+        overrides: `key=value`, `--key=value` or `--key value`; an empty value or null restores the default.
+
+    Raises:
+        ConfigError: with one line for each problem: place, key, what must hold, what to do.
+    """
+    layers = [read_file(path)] if path is not None else []
+    layers += [[entry] for entry in read_overrides(overrides)]
+    return _build(layers)
+
+
+def from_dict(values: Mapping[str, Any]) -> Config:
+    """Build a Config from the same keys as Python values, for notebooks.
+
+    Raises:
+        ConfigError: as load().
+    """
+    return _build([[Entry(key, value) for key, value in values.items()]])
+
+
+def _build(layers: Sequence[Sequence[Entry]]) -> Config:
+    given: dict[str, Given] = {}
+    notes: list[str] = []
+    wrong: list[str] = []
+    for entries in layers:
+        translation = translate(entries)
+        _axolotl_default(entries, translation)
+        given |= translation.values
+        notes += translation.notes
+        wrong += translation.problems
+    _raise(wrong)
+    given = {key: value for key, value in given.items() if value.value is not None}
+    where = {key: value.where for key, value in given.items()}
+    config = _resolve({key: value.value for key, value in given.items()}, tuple(dict.fromkeys(notes)))
+    _raise([_placed(keys, message, where) for keys, message in problems(config)])
+    return config
+
+
+def _raise(wrong: Sequence[str]) -> None:
+    if wrong:
+        raise ConfigError("\n".join(wrong))
+
+
+def _placed(keys: Sequence[str], message: str, where: Mapping[str, str]) -> str:
+    places = dict.fromkeys(where[key] for key in keys if where.get(key))
+    return located(", ".join(places), message)
+
+
+def _axolotl_default(entries: Sequence[Entry], translation: Translation) -> None:
+    """An Axolotl file without `adapter` trains all weights, where LLaMA-Factory's default is lora."""
+    base = next((entry for entry in entries if entry.key == "base_model"), None)
+    if base is not None and len(entries) > 1 and "finetuning_type" not in translation.values:
+        translation.values["finetuning_type"] = Given("full", "base_model without adapter", base.where)
+        translation.notes.append("base_model without adapter: finetuning_type full, as Axolotl reads it")
+
+
+def _resolve(values: dict[str, Any], notes: tuple[str, ...]) -> Config:
+    """Fill the keys whose default depends on others."""
+    explicit = frozenset(values)
+    defaults = Config()
+    values.setdefault("lora_alpha", 2 * values.get("lora_rank", defaults.adapter.lora_rank))
+    values.setdefault("packing", values.get("stage") == "pt")
+    values.setdefault("data_seed", values.get("seed", defaults.train.seed))
+    if "min_lr" in values:
+        floor = values.pop("min_lr") / values.get("learning_rate", defaults.optim.learning_rate)
+        values.setdefault("min_lr_ratio", floor)
+    _resolve_evaluation(values, defaults)
+    sections = {
+        section: kind(**{f.name: values[f.name] for f in fields(kind) if f.name in values})
+        for section, kind in SECTIONS.items()
+    }
+    return Config(**sections, explicit=explicit - {"min_lr"} | ({"min_lr_ratio"} & set(values)), notes=notes)
+
+
+def _resolve_evaluation(values: dict[str, Any], defaults: Config) -> None:
+    has_data = bool(values.get("eval_dataset")) or values.get("val_size", 0) > 0
+    saving = values.get("save_strategy", defaults.train.save_strategy)
+    often = "steps" if "eval_steps" in values or saving == "steps" else "epoch"
+    values.setdefault("eval_strategy", often if has_data else "no")
+    values.setdefault("eval_steps", values.get("save_steps", defaults.train.save_steps))
+    values.setdefault("do_eval", has_data)
