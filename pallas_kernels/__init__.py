@@ -1,0 +1,22 @@
+"""Accelerator kernels for language models, usable without the rest of gymjax.
+
+Each operation is a folder with the same names in it: `api.py` (the public function, its checks and its
+gradient), `reference.py` (plain jnp: the oracle and the implementation named "xla"), `cases.py` (named
+shapes for tests and the bench) and one file for each further implementation. A missing file means that
+this implementation does not exist.
+
+    from pallas_kernels.flash_attention import flash_attention
+    python -m pallas_kernels.bench flash_attention --tiny
+
+Importing this package imports no kernel.
+"""
+
+OPS = (
+    "flash_attention",
+    "linear_cross_entropy",
+    "rms_norm",
+    "rope",
+    "swiglu",
+    "lora_linear",
+    "nf4_linear",
+)

@@ -1,0 +1,30 @@
+"""A named shape of an operation, shared by tests and the bench."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+
+@dataclass(frozen=True)
+class Case:
+    """One shape of one operation.
+
+    Attributes:
+        name: carries the shape, such as "B4-S4096-N32-K8-D128-causal".
+        args: random key -> (positional arguments, keyword arguments) of the public function.
+        flops: floating-point operations of the forward pass.
+        bytes: bytes that the forward pass must read and write.
+        flops_fwd_bwd: floating-point operations of forward and backward together.
+        bytes_fwd_bwd: bytes that forward and backward together must read and write.
+        wrt: positions of the arguments that the backward pass differentiates.
+    """
+
+    name: str
+    args: Callable[[jax.Array], tuple[tuple[Any, ...], dict[str, Any]]]
+    flops: float
+    bytes: float
+    flops_fwd_bwd: float
+    bytes_fwd_bwd: float
+    wrt: tuple[int, ...]

@@ -1,0 +1,53 @@
+"""The only place where an implementation is picked."""
+
+from collections.abc import Mapping
+from typing import Literal, get_args
+
+Implementation = Literal["mosaic_gpu", "jax_triton", "cudnn", "xla"]
+"""Names that `implementation=` accepts; which of them exist differs by operation."""
+
+NAMES: tuple[str, ...] = get_args(Implementation)
+
+Refusals = Mapping[Implementation, str | None]
+"""Implementation -> why it refuses the arguments, or None where it accepts; fastest first."""
+
+
+def choose(op: str, wanted: Implementation | None, refusals: Refusals) -> Implementation:
+    """Name the implementation that runs.
+
+    Args:
+        op: the operation's name, for messages.
+        wanted: the caller's choice, or None for the first that accepts.
+        refusals: the implementations that exist for `op`, fastest first, each with its reason to refuse or None.
+
+    Returns:
+        `wanted` itself, or the first name in `refusals` that accepts.
+
+    Raises:
+        ValueError: `wanted` is no implementation's name.
+        NotImplementedError: `wanted` refuses these arguments or does not exist for `op`, or nothing accepts.
+    """
+    usable = [name for name, reason in refusals.items() if reason is None]
+    remedy = f"usable here: {', '.join(map(repr, usable))}" if usable else "no implementation accepts these arguments"
+    if wanted is None:
+        if usable:
+            return usable[0]
+        raise NotImplementedError(f"{op}: {remedy}: {_reasons(refusals)}")
+    if wanted not in NAMES:
+        raise ValueError(f"{op}: implementation={wanted!r} is unknown; name one of {', '.join(NAMES)}, or pass None")
+    if wanted not in refusals:
+        raise NotImplementedError(f"{op}: there is no {wanted!r} implementation of this operation; {remedy}")
+    if refusals[wanted] is not None:
+        raise NotImplementedError(f"{op}: {wanted!r} refuses: {refusals[wanted]}; {remedy}")
+    return wanted
+
+
+def explain(op: str, refusals: Refusals) -> str:
+    """Say in one line which implementation `None` picks and why the faster ones refuse."""
+    usable = [name for name, reason in refusals.items() if reason is None]
+    reasons = _reasons(refusals)
+    return f"{op}: {usable[0] if usable else 'nothing'}" + (f" ({reasons})" if reasons else "")
+
+
+def _reasons(refusals: Refusals) -> str:
+    return "; ".join(f"{name} refuses: {reason}" for name, reason in refusals.items() if reason is not None)

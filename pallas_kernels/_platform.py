@@ -1,0 +1,26 @@
+"""What the default device is, for implementations that need a GPU."""
+
+import jax
+
+
+def _default_device() -> jax.Device:
+    device = jax.config.jax_default_device
+    return device if isinstance(device, jax.Device) else jax.devices(device)[0]
+
+
+def why_not_gpu() -> str | None:
+    """Return None where arrays go to an NVIDIA GPU by default, else the reason as a clause."""
+    device = _default_device()
+    if device.platform not in ("gpu", "cuda"):
+        return f"it needs an NVIDIA GPU and the default device is {device.platform}"
+    if "cuda" not in device.client.platform_version.lower():
+        return f"it needs CUDA and the default device runs {device.client.platform_version.splitlines()[0]}"
+    return None
+
+
+def compute_capability() -> tuple[int, int] | None:
+    """Return the default GPU's compute capability, (9, 0) for Hopper, or None without an NVIDIA GPU."""
+    if why_not_gpu() is not None:
+        return None
+    major, minor = _default_device().compute_capability.split(".")
+    return int(major), int(minor)

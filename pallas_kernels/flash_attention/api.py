@@ -1,0 +1,117 @@
+"""Public attention: argument checks and the choice of implementation."""
+
+import math
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import _dispatch
+from pallas_kernels._dispatch import Implementation
+from pallas_kernels.flash_attention import cudnn, reference
+
+
+def flash_attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
+    kv_segment_ids: Int[Array, "B S"] | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    implementation: Implementation | None = None,
+) -> Float[Array, "B T N H"]:
+    """Softmax attention; N query heads share K key heads in groups of N/K, and k and v are never repeated.
+
+    `softmax(mask(cap * tanh(q @ k.T * scale / cap))) @ v`, scores and softmax in f32, returned in q.dtype.
+    Query i stands at key position p = i + S - T. Causal: it sees keys j <= p; with a window w, also j > p - w, so
+    that the window counts the query itself. Segments: it sees keys with its own id; id 0 is padding, which nobody
+    sees. A query that sees no key gives 0 and passes no gradient. Source: arXiv 1706.03762, eq. 1; 2305.13245.
+
+    Args:
+        q: queries, f32, bf16 or f16.
+        k: keys, same dtype, B and H; K divides N.
+        v: values, shaped as k.
+        causal: whether a query is kept from later keys.
+        window: number of keys that a query sees at most, itself included; needs causal.
+        segment_ids: int32 document number of each query, 0 for padding.
+        kv_segment_ids: the same for keys; left out, they are segment_ids.
+        scale: factor on the scores; None for 1/sqrt(H).
+        softcap: bound on the scores, in their unit; None for no bound.
+        implementation: "cudnn", "xla", or None for the first of them that accepts the arguments on this device.
+
+    Returns:
+        The attended values, in q's shape and dtype.
+
+    Raises:
+        ValueError: shapes, dtypes or options do not fit together; the message holds both values.
+        NotImplementedError: the named implementation refuses these arguments; the message says why and what is usable.
+    """
+    _check(q, k, v, causal, window, softcap)
+    _check_segments(q, k, segment_ids, kv_segment_ids)
+    refusals = _refusals(q, k, causal=causal, kv_segment_ids=kv_segment_ids, scale=scale, softcap=softcap)
+    name = _dispatch.choose("flash_attention", implementation, refusals)
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    if name == "cudnn":
+        return cudnn.forward(q, k, v, causal=causal, window=window, segment_ids=segment_ids, scale=scale)
+    kv_segment_ids = segment_ids if kv_segment_ids is None else kv_segment_ids
+    options = {"segment_ids": segment_ids, "kv_segment_ids": kv_segment_ids, "scale": scale, "softcap": softcap}
+    return reference.forward(q, k, v, causal=causal, window=window, **options)
+
+
+def explain(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    *,
+    causal: bool = True,
+    kv_segment_ids: Int[Array, "B S"] | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+) -> str:
+    """Say which implementation None picks for these arguments (arrays or jax.ShapeDtypeStruct) and why."""
+    refusals = _refusals(q, k, causal=causal, kv_segment_ids=kv_segment_ids, scale=scale, softcap=softcap)
+    return _dispatch.explain("flash_attention", refusals)
+
+
+def _refusals(q: Array, k: Array, **options: object) -> _dispatch.Refusals:
+    return {"cudnn": cudnn.refuses(q, k, **options), "xla": None}
+
+
+def _check(q: Array, k: Array, v: Array, causal: bool, window: int | None, softcap: float | None) -> None:
+    if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape:
+        raise ValueError(
+            f"flash_attention: q must be (B, T, N, H), k and v both (B, S, K, H); "
+            f"got {q.shape}, {k.shape} and {v.shape}"
+        )
+    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise ValueError(f"flash_attention: q and k must have the same B and H; got {q.shape} and {k.shape}")
+    if q.shape[2] % k.shape[2]:
+        raise ValueError(
+            f"flash_attention: the query heads must be a multiple of the key heads; got {q.shape[2]} and {k.shape[2]}"
+        )
+    if not (q.dtype == k.dtype == v.dtype and jnp.issubdtype(q.dtype, jnp.floating)):
+        raise ValueError(
+            f"flash_attention: q, k and v must share one floating-point dtype; got {q.dtype}, {k.dtype} and {v.dtype}"
+        )
+    if window is not None and (window < 1 or not causal):
+        raise ValueError(f"flash_attention: a window must be >= 1 and causal; got window={window}, causal={causal}")
+    if softcap is not None and softcap <= 0:
+        raise ValueError(f"flash_attention: softcap must be positive or None; got {softcap}")
+
+
+def _check_segments(q: Array, k: Array, segment_ids: Array | None, kv_segment_ids: Array | None) -> None:
+    if segment_ids is None:
+        if kv_segment_ids is not None:
+            raise ValueError("flash_attention: kv_segment_ids needs segment_ids for the queries; got None")
+        return
+    if kv_segment_ids is None and q.shape[1] != k.shape[1]:
+        raise ValueError(
+            f"flash_attention: kv_segment_ids must be given where T and S differ; got {q.shape[1]} and {k.shape[1]}"
+        )
+    for name, ids, tokens in (("segment_ids", segment_ids, q), ("kv_segment_ids", kv_segment_ids, k)):
+        if ids is not None and (ids.shape != tokens.shape[:2] or not jnp.issubdtype(ids.dtype, jnp.integer)):
+            raise ValueError(
+                f"flash_attention: {name} must be integers of shape {tokens.shape[:2]}; got {ids.dtype}{ids.shape}"
+            )

@@ -1,0 +1,82 @@
+"""NVIDIA's fused attention, called through `jax.nn.dot_product_attention`."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import _platform
+
+_PAD_MULTIPLE = 128
+
+
+def refuses(
+    q: Array, k: Array, *, causal: bool, kv_segment_ids: Array | None, scale: float, softcap: float | None
+) -> str | None:
+    """Return why cuDNN cannot do these arguments on the default device, or None.
+
+    `kv_segment_ids` is what the caller passed: None where the keys share the queries' ids.
+    """
+    width = q.shape[-1]
+    if q.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"it needs bfloat16 or float16, and q is {q.dtype}"
+    if width % 8 or width > 256:
+        return f"the head width must be a multiple of 8 up to 256, and is {width}"
+    if softcap is not None:
+        return f"it has no softcap, and softcap is {softcap}"
+    if causal and q.shape[1] != k.shape[1]:
+        return f"its causal mask lines up the first tokens, so T must equal S; T is {q.shape[1]} and S is {k.shape[1]}"
+    if kv_segment_ids is not None:
+        return "keys with segment ids of their own can leave a query without a key, which it does not define"
+    if isinstance(scale, jax.Array):
+        return "scale must be a Python number, as it is compiled into the kernel"
+    reason = _platform.why_not_gpu()
+    if reason is not None:
+        return reason
+    capability = _platform.compute_capability()
+    if capability < (8, 0) or (width > 128 and capability < (9, 0)):
+        return (
+            f"head width {width} needs compute capability {'9.0' if width > 128 else '8.0'}; this GPU has {capability}"
+        )
+    return None
+
+
+def forward(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    *,
+    causal: bool,
+    window: int | None,
+    segment_ids: Int[Array, "B T"] | None,
+    scale: float,
+) -> Float[Array, "B T N H"]:
+    """Attend with cuDNN.
+
+    Segments become a dense mask of T * T values (cuDNN adds it as a bias in q's dtype), so packed rows cost memory
+    that grows with T squared. Three traps of cuDNN are stepped around there:
+    - with a mask and T % 128 == 64 its backward returns NaN (pytorch issue 196678): T is padded to a multiple of 128;
+    - rows without a key are undefined: padding attends to padding, and its rows are zeroed afterwards, which also
+      zeroes what they would send back to k and v;
+    - a sliding window together with a bias is not supported: the window goes into the mask.
+    """
+    tokens = q.shape[1]
+    if segment_ids is None:
+        local = None if window is None or window >= tokens else (window - 1, 0)  # cuDNN's bound leaves out self
+        return jax.nn.dot_product_attention(
+            q, k, v, scale=scale, is_causal=causal, local_window_size=local, implementation="cudnn"
+        )
+    padding = -tokens % _PAD_MULTIPLE
+    q, k, v = (jnp.pad(x, ((0, 0), (0, padding), (0, 0), (0, 0))) for x in (q, k, v))
+    ids_BT = jnp.pad(segment_ids, ((0, 0), (0, padding)))
+    out = jax.nn.dot_product_attention(
+        q, k, v, mask=_mask(ids_BT, window)[:, None], scale=scale, is_causal=causal, implementation="cudnn"
+    )
+    return jnp.where(segment_ids[:, :, None, None] != 0, out[:, :tokens], 0)
+
+
+def _mask(ids_BT: Int[Array, "B T"], window: int | None) -> Array:
+    mask_BTT = ids_BT[:, :, None] == ids_BT[:, None, :]
+    if window is not None:
+        position = jnp.arange(ids_BT.shape[1])
+        mask_BTT &= position[:, None] - position[None, :] < window
+    return mask_BTT

@@ -1,0 +1,63 @@
+"""Softmax attention in plain jnp: the oracle's shape of the computation, and "xla".
+
+The scores (B, N, T, S) are materialised in f32, so memory grows with T * S.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+_MASKED = -1e30  # finite, so that neither max - max nor its gradient makes NaN; exp(_MASKED - max) is exactly 0
+
+
+def forward(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    *,
+    causal: bool,
+    window: int | None,
+    segment_ids: Int[Array, "B T"] | None,
+    kv_segment_ids: Int[Array, "B S"] | None,
+    scale: float,
+    softcap: float | None,
+) -> Float[Array, "B T N H"]:
+    """Attend; rows that may see no key give exactly 0 and pass no gradient."""
+    batch, tokens, heads, width = q.shape
+    keys, kv_heads = k.shape[1], k.shape[2]
+    q_BTKGH = q.reshape(batch, tokens, kv_heads, heads // kv_heads, width)
+    scores_BKGTS = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k, preferred_element_type=jnp.float32) * scale
+    if softcap is not None:
+        scores_BKGTS = softcap * jnp.tanh(scores_BKGTS / softcap)
+    mask_BTS = attention_mask(tokens, keys, causal, window, segment_ids, kv_segment_ids)
+    if mask_BTS is not None:
+        scores_BKGTS = jnp.where(mask_BTS[:, None, None], scores_BKGTS, _MASKED)
+    probs_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1).astype(v.dtype)
+    out_BTKGH = jnp.einsum("BKGTS,BSKH->BTKGH", probs_BKGTS, v)
+    if mask_BTS is not None and (segment_ids is not None or tokens > keys):  # else every row sees itself
+        out_BTKGH = jnp.where(jnp.any(mask_BTS, axis=-1)[:, :, None, None, None], out_BTKGH, 0)
+    return out_BTKGH.reshape(q.shape)
+
+
+def attention_mask(
+    tokens: int,
+    keys: int,
+    causal: bool,
+    window: int | None,
+    segment_ids: Int[Array, "B T"] | None,
+    kv_segment_ids: Int[Array, "B S"] | None,
+) -> Bool[Array, "B T S"] | None:
+    """Return which query sees which key (B is 1 without segments), or None where each sees all."""
+    mask = None
+    if causal:
+        position_T1 = jnp.arange(tokens)[:, None] + (keys - tokens)  # the last query lines up with the last key
+        key_1S = jnp.arange(keys)[None, :]
+        mask = key_1S <= position_T1
+        if window is not None:
+            mask &= key_1S > position_T1 - window
+        mask = mask[None]
+    if segment_ids is not None:
+        q_ids, kv_ids = segment_ids[:, :, None], kv_segment_ids[:, None, :]
+        same = (q_ids == kv_ids) & (q_ids != 0)
+        mask = same if mask is None else mask & same
+    return mask

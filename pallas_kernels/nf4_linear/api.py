@@ -1,0 +1,142 @@
+"""Public NF4 weight, its dequantization and the linear layer over it."""
+
+import math
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, UInt8
+
+from pallas_kernels import _dispatch
+from pallas_kernels._dispatch import Implementation
+from pallas_kernels.nf4_linear import reference
+from pallas_kernels.nf4_linear.reference import DYNAMIC_CODE, NESTED_BLOCK, NF4_CODE
+
+__all__ = ["DYNAMIC_CODE", "NF4_CODE", "NF4Weight", "dequantize", "explain", "nf4_linear"]
+
+_DTYPES = ("bfloat16", "float32", "float16")
+_REFUSALS: _dispatch.Refusals = {"xla": None}
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class NF4Weight:
+    """A weight (O, I) in bitsandbytes' NF4 format; stacked layers put leading axes before every array's own.
+
+    The row-major elements are cut into blocks of block_size, across row ends. Element i is
+    `NF4_CODE[code_i] * absmax[i // block_size]`, code_i in the high nibble of byte i//2 for even i, else in the low.
+    With double quantization absmax itself is `DYNAMIC_CODE[absmax] * nested_absmax[block // 256] + offset`.
+    Source: arXiv 2305.14314, sections 3 and appendix E.
+
+    Attributes:
+        codes: uint8 (..., ceil(O*I/2)).
+        absmax: f32 (..., blocks), or uint8 where double-quantized.
+        nested_absmax: f32 (..., ceil(blocks/256)), or None without double quantization.
+        offset: f32 (...,), or None without double quantization.
+        shape: (O, I).
+        block_size: elements that share one absmax.
+        dtype: name of the dtype that it dequantizes to.
+    """
+
+    codes: UInt8[Array, "... bytes"]
+    absmax: Array
+    nested_absmax: Float[Array, "... nested"] | None
+    offset: Float[Array, "..."] | None
+    shape: tuple[int, int] = field(metadata={"static": True})
+    block_size: int = field(default=64, metadata={"static": True})
+    dtype: str = field(default="bfloat16", metadata={"static": True})
+
+
+def dequantize(w: NF4Weight, dtype: jax.typing.DTypeLike | None = None) -> Float[Array, "*L O I"]:
+    """Return the weight as an array, rounded once from f32 as bitsandbytes does.
+
+    Args:
+        w: the packed weight; leading (stacked) axes are kept.
+        dtype: of the result; None for the one that w names.
+
+    Returns:
+        The (O, I) array.
+
+    Raises:
+        ValueError: w's arrays do not fit its shape and block size.
+    """
+    _check_weight(w)
+    return reference.dequantize(
+        w.codes, w.absmax, w.nested_absmax, w.offset, w.shape, w.block_size, dtype=jnp.dtype(dtype or w.dtype)
+    )
+
+
+def nf4_linear(
+    x: Float[Array, "*B I"], w: NF4Weight, *, implementation: Implementation | None = None
+) -> Float[Array, "*B O"]:
+    """Linear layer `x @ dequantize(w).T` over a frozen NF4 weight.
+
+    The backward pass is `dy @ dequantize(w)`; it keeps the packed weight only, neither x nor a dequantized matrix.
+    The weight has no gradient. Source: arXiv 2305.14314, eq. 5.
+
+    Args:
+        x: f32, bf16 or f16, any leading axes; the weight is dequantized to this dtype.
+        w: the packed weight of one layer, without leading axes.
+        implementation: "xla", or None for the fastest that accepts the arguments on this device.
+
+    Returns:
+        The product in x.dtype.
+
+    Raises:
+        ValueError: x's width differs from the weight's, or the weight's arrays do not fit its shape.
+        NotImplementedError: the named implementation does not exist for this operation.
+    """
+    _check_weight(w)
+    if w.codes.ndim != 1:
+        raise ValueError(f"nf4_linear: w must be one layer's weight; its codes have leading axes: {w.codes.shape}")
+    if x.ndim < 1 or x.shape[-1] != w.shape[1] or not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(
+            f"nf4_linear: x must be floating-point of width {w.shape[1]} to meet w {w.shape}; got {x.dtype}{x.shape}"
+        )
+    _dispatch.choose("nf4_linear", implementation, _REFUSALS)
+    return _nf4_linear(x, w)
+
+
+def explain() -> str:
+    """Say which implementation runs."""
+    return _dispatch.explain("nf4_linear", _REFUSALS)
+
+
+def _check_weight(w: NF4Weight) -> None:
+    size = math.prod(w.shape)
+    blocks = -(-size // w.block_size)
+    leading = w.codes.shape[:-1]
+    if w.block_size < 2 or w.block_size % 2 or w.dtype not in _DTYPES:
+        raise ValueError(
+            f"NF4Weight: block_size must be even and dtype one of {_DTYPES}; got {w.block_size} and {w.dtype!r}"
+        )
+    want = {"codes": (*leading, -(-size // 2)), "absmax": (*leading, blocks)}
+    dtypes = {"codes": np.uint8, "absmax": np.float32}
+    if w.nested_absmax is not None:
+        want |= {"nested_absmax": (*leading, -(-blocks // NESTED_BLOCK)), "offset": leading}
+        dtypes |= {"absmax": np.uint8, "nested_absmax": np.float32, "offset": np.float32}
+    for name, shape in want.items():
+        array = getattr(w, name)
+        if array is None or array.shape != shape or array.dtype != dtypes[name]:
+            got = None if array is None else f"{array.dtype}{array.shape}"
+            raise ValueError(
+                f"NF4Weight of shape {w.shape}, block_size {w.block_size}: {name} must be "
+                f"{np.dtype(dtypes[name])}{shape}; got {got}"
+            )
+
+
+@jax.custom_vjp
+def _nf4_linear(x: Array, w: NF4Weight) -> Array:
+    return jnp.einsum("...i,oi->...o", x, dequantize(w, x.dtype))
+
+
+def _nf4_linear_fwd(x: Array, w: NF4Weight) -> tuple[Array, NF4Weight]:
+    return _nf4_linear(x, w), w
+
+
+def _nf4_linear_bwd(w: NF4Weight, dy: Array) -> tuple[Array, None]:
+    return jnp.einsum("...o,oi->...i", dy, dequantize(w, dy.dtype)), None
+
+
+_nf4_linear.defvjp(_nf4_linear_fwd, _nf4_linear_bwd)

@@ -1,0 +1,66 @@
+"""Public rotary position embedding: argument checks."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels import _dispatch
+from pallas_kernels._dispatch import Implementation
+from pallas_kernels.rope import reference
+
+_REFUSALS: _dispatch.Refusals = {"xla": None}
+
+
+def rope(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    cos: Float[Array, "B T H/2"],
+    sin: Float[Array, "B T H/2"],
+    *,
+    implementation: Implementation | None = None,
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"]]:
+    """Rotate queries and keys by their positions, in the half-split ("rotate_half") layout of Hugging Face.
+
+    `(a, b) -> (a*cos - b*sin, b*cos + a*sin)` with a the first and b the second half of each head, in f32, returned
+    in the inputs' dtypes. The angles are constants: cos and sin get no gradient. Source: arXiv 2104.09864, eq. 34.
+
+    Args:
+        q: queries, f32, bf16 or f16.
+        k: keys, same B, T and H.
+        cos: f32 cosines of the angles; B may be 1, for positions that all rows share.
+        sin: f32 sines, same shape.
+        implementation: "xla", or None for the fastest that accepts the arguments on this device.
+
+    Returns:
+        The rotated q and k.
+
+    Raises:
+        ValueError: shapes do not fit together, H is odd, or the tables are not f32.
+        NotImplementedError: the named implementation does not exist for this operation.
+    """
+    _check(q, k, cos, sin)
+    _dispatch.choose("rope", implementation, _REFUSALS)
+    cos, sin = jax.lax.stop_gradient(cos), jax.lax.stop_gradient(sin)
+    return reference.rotate(q, cos, sin), reference.rotate(k, cos, sin)
+
+
+def explain() -> str:
+    """Say which implementation runs."""
+    return _dispatch.explain("rope", _REFUSALS)
+
+
+def _check(q: Array, k: Array, cos: Array, sin: Array) -> None:
+    if q.ndim != 4 or k.ndim != 4 or (*q.shape[:2], q.shape[3]) != (*k.shape[:2], k.shape[3]):
+        raise ValueError(f"rope: q (B, T, N, H) and k (B, T, K, H) must agree in B, T, H; got {q.shape} and {k.shape}")
+    batch, tokens, _, head = q.shape
+    if head % 2:
+        raise ValueError(f"rope: the head width must be even to be split into halves; got {head}")
+    if cos.shape != sin.shape or cos.shape not in ((batch, tokens, head // 2), (1, tokens, head // 2)):
+        raise ValueError(
+            f"rope: cos and sin must be {(batch, tokens, head // 2)} (B may be 1); got {cos.shape} and {sin.shape}"
+        )
+    if cos.dtype != jnp.float32 or sin.dtype != jnp.float32:
+        raise ValueError(
+            f"rope: cos and sin must be float32, as bf16 angles are wrong past 256 positions; "
+            f"got {cos.dtype} and {sin.dtype}"
+        )
