@@ -1,0 +1,207 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685; rsLoRA, arXiv 2312.03732) attached to a decoder from outside."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator, Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float
+
+from gymjax.models.decoder import Decoder
+from gymjax.models.names import linears
+from gymjax.optim.labels import Trained
+from pallas_kernels.lora_linear import lora_linear
+
+
+class LoraParam(Trained):
+    """A weight of an adapter."""
+
+
+class LoraA(LoraParam):
+    """Down-projection, (L, R, in)."""
+
+    label = "lora_a"
+
+
+class LoraB(LoraParam):
+    """Up-projection, (L, out, R); LoRA+ gives it a learning rate of its own (arXiv 2402.12354)."""
+
+    label = "lora_b"
+
+
+class LoraScale(nnx.Variable):
+    """Constant factor of each layer's adapter, (L,)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraSpec:
+    """What to attach.
+
+    Attributes:
+        rank: inner width R.
+        alpha: scale numerator; the factor is alpha / rank, or alpha / sqrt(rank) with use_rslora.
+        dropout: probability of dropping an input element of the adapter while training.
+        targets: ("all",) for every linear layer of the blocks, else module names ("q_proj") or whole paths.
+        use_rslora: rank-stabilised factor.
+        rank_pattern: regular expression over module paths -> rank, matched at the end of the path as PEFT does.
+        alpha_pattern: likewise -> alpha.
+    """
+
+    rank: int = 8
+    alpha: float = 16.0
+    dropout: float = 0.0
+    targets: tuple[str, ...] = ("all",)
+    use_rslora: bool = False
+    rank_pattern: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    alpha_pattern: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+    def rank_of(self, name: str) -> int:
+        """Rank of a module; 0 when it is no target."""
+        return int(_first_match(self.rank_pattern, name, self.rank)) if self.is_target(name) else 0
+
+    def alpha_of(self, name: str) -> float:
+        """Alpha of a module."""
+        return float(_first_match(self.alpha_pattern, name, self.alpha))
+
+    def factor_of(self, name: str) -> float:
+        """Factor of a module's low-rank product; 0 when it is no target."""
+        rank = self.rank_of(name)
+        return self.alpha_of(name) / (math.sqrt(rank) if self.use_rslora else rank) if rank else 0.0
+
+    def is_target(self, name: str) -> bool:
+        """Whether a module gets an adapter; "all" leaves the head out, as PEFT's all-linear does."""
+        if self.targets == ("all",):
+            return name != "lm_head"
+        return any(name == target or name.endswith("." + target) for target in self.targets)
+
+
+def _first_match(pattern: Mapping[str, float], name: str, default: float) -> float:
+    return next((value for key, value in pattern.items() if re.match(rf"(.*\.)?({key})$", name)), default)
+
+
+class Lora(nnx.Module):
+    """Fills a linear layer's adapter slot.
+
+    Rows of stacked layers may differ in rank: `a` and `b` are as wide as the largest, and what lies beyond a row's rank
+    is zero in both factors, so that its gradients are zero too and it stays zero.
+    """
+
+    def __init__(self, a: Array, b: Array, factor: np.ndarray, *, dropout: float, rows: tuple[LoraRow, ...]):
+        self.a, self.b = LoraA(a), LoraB(b)
+        self.factor = LoraScale(jnp.asarray(factor, jnp.float32))
+        self.dropout = dropout
+        self.rows = rows
+
+    def __call__(self, x: Float[Array, "*B I"], w, key: jax.Array | None) -> Float[Array, "*B O"]:
+        """`x @ w.T + factor * (dropout(x) @ a.T) @ b.T`; no key, no dropout."""
+        return lora_linear(
+            x,
+            w,
+            self.a.get_value(),
+            self.b.get_value(),
+            self.factor.get_value(),
+            dropout_rate=0.0 if key is None else self.dropout,
+            key=key if self.dropout else None,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraRow:
+    """Adapter of one module: its Hugging Face name, its row of the stacked arrays (None: not stacked), its settings."""
+
+    name: str
+    index: int | None
+    rank: int
+    alpha: float
+
+
+def attach(model: Decoder, spec: LoraSpec, *, key: jax.Array) -> None:
+    """Fills the adapter slots of the targeted linear layers, in place.
+
+    `a` is uniform in +-1/sqrt(in) (PEFT's kaiming_uniform with a = sqrt(5)), `b` is zero: the first forward pass equals
+    the base's.
+
+    Args:
+        model: decoder whose slots are empty.
+        spec: what to attach where.
+        key: randomness of `a`.
+
+    Raises:
+        ValueError: a target or a pattern that names no linear layer, or a slot that is filled already.
+    """
+    layers = list(linears(model))
+    _check_names(spec, [name for _, names in layers for name in names.values()])
+    for i, (layer, names) in enumerate(layers):
+        ranks = {index: spec.rank_of(name) for index, name in names.items()}
+        if not any(ranks.values()):
+            continue
+        if layer.adapter is not None:
+            raise ValueError(f"{next(iter(names.values()))} has an adapter already; merge it before attaching another")
+        layer.adapter = _new_lora(layer, names, spec, jax.random.fold_in(key, i))
+
+
+def _new_lora(layer, names: Mapping[int | None, str], spec: LoraSpec, key: jax.Array) -> Lora:
+    w = layer.w.get_value()
+    out_width, in_width = w.shape[-2:]  # NF4Weight.shape is one layer's
+    stacked = None not in names
+    ranks = np.array([spec.rank_of(names[i]) for i in sorted(names)])
+    widest = int(ranks.max())
+    live_LR1 = (np.arange(widest) < ranks[:, None])[..., None]
+    bound = 1 / math.sqrt(in_width)
+    a_LRI = jax.random.uniform(key, (len(names), widest, in_width), jnp.float32, -bound, bound) * live_LR1
+    b_LOR = jnp.zeros((len(names), out_width, widest), jnp.float32)
+    factor_L = np.array([spec.factor_of(names[i]) for i in sorted(names)], np.float32)
+    rows = tuple(LoraRow(name, i, spec.rank_of(name), spec.alpha_of(name)) for i, name in sorted(names.items()))
+    if not stacked:
+        a_LRI, b_LOR, factor_L = a_LRI[0], b_LOR[0], factor_L[0]
+    return Lora(a_LRI, b_LOR, factor_L, dropout=spec.dropout, rows=rows)
+
+
+def _check_names(spec: LoraSpec, names: list[str]) -> None:
+    known = sorted({name.rsplit(".", 1)[-1] for name in names})
+    for target in spec.targets:
+        if target != "all" and not any(name == target or name.endswith("." + target) for name in names):
+            raise ValueError(f"lora_target: {target!r} names no linear layer; known: all, {', '.join(known)}")
+    for field in ("rank_pattern", "alpha_pattern"):
+        for pattern in getattr(spec, field):
+            if not any(spec.is_target(name) and re.match(rf"(.*\.)?({pattern})$", name) for name in names):
+                raise ValueError(f"lora_{field}: {pattern!r} matches no targeted layer; known: {', '.join(known)}")
+
+
+def lora_modules(model: Decoder) -> Iterator[tuple[Lora, LoraRow]]:
+    """Every adapted module of the model, layer by layer of each stacked projection."""
+    for layer, _ in linears(model):
+        if layer.adapter is not None:
+            yield from ((layer.adapter, row) for row in layer.adapter.rows if row.rank)
+
+
+def row_weights(lora: Lora, row: LoraRow) -> tuple[Array, Array, Array]:
+    """One module's a (R, in), b (out, R) and factor (), cut to its own rank."""
+    at = () if row.index is None else (row.index,)
+    a, b, factor = (variable.get_value()[at] for variable in (lora.a, lora.b, lora.factor))
+    return a[: row.rank], b[:, : row.rank], factor
+
+
+def merge(model: Decoder) -> None:
+    """Adds every adapter's `factor * b @ a` to its dense base in f32, rounds once, and empties the slots, in place.
+
+    Raises:
+        ValueError: the base is quantized; load it in 16 bits to merge into.
+    """
+    for layer, names in linears(model):
+        if layer.adapter is None:
+            continue
+        w = layer.w.get_value()
+        if not isinstance(w, jax.Array | np.ndarray):
+            raise ValueError(f"{next(iter(names.values()))} is quantized: load the base in 16 bits to merge into")
+        lora = layer.adapter
+        delta = jnp.einsum("...OR,...RI->...OI", lora.b.get_value(), lora.a.get_value(), precision="highest")
+        factor = lora.factor.get_value()[..., None, None]
+        layer.w.set_value((w.astype(jnp.float32) + factor * delta).astype(w.dtype))
+        layer.adapter = nnx.data(None)

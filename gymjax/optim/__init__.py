@@ -1,0 +1,1 @@
+"""Optimizers and schedules by name, and which weight each applies to."""

@@ -1,0 +1,1 @@
+"""The training step, the loop around it, and what they report."""

@@ -1,0 +1,87 @@
+"""Devices as a mesh with a data and an fsdp axis, and where every array lies on it."""
+
+from __future__ import annotations
+
+import os
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+AXES = ("data", "fsdp")
+SMALLEST_SHARDED = 2**16
+
+
+def start_processes() -> None:
+    """Joins the other hosts of a run when the environment says that there are any (JAX_COORDINATOR_ADDRESS, or SLURM)."""
+    if "JAX_COORDINATOR_ADDRESS" in os.environ:
+        jax.distributed.initialize(
+            os.environ["JAX_COORDINATOR_ADDRESS"],
+            int(os.environ["JAX_NUM_PROCESSES"]),
+            int(os.environ["JAX_PROCESS_ID"]),
+        )
+    elif int(os.environ.get("SLURM_NTASKS", "1")) > 1:
+        jax.distributed.initialize()
+
+
+def make_mesh(dp_size: int, fsdp_size: int) -> Mesh:
+    """A (data, fsdp) mesh over all devices; one of the sizes may be -1 for what the other leaves.
+
+    Raises:
+        ValueError: the sizes do not multiply to the number of devices.
+    """
+    devices = jax.devices()
+    sizes = [dp_size, fsdp_size]
+    if sizes.count(-1) == 1:
+        sizes[sizes.index(-1)] = len(devices) // -(dp_size * fsdp_size)
+    if -1 in sizes or sizes[0] * sizes[1] != len(devices):
+        raise ValueError(
+            f"dp_size * fsdp_size must be the number of devices, {len(devices)}; got {dp_size} * {fsdp_size}"
+            " (-1 in one of them takes what the other leaves)"
+        )
+    return Mesh(np.array(devices).reshape(sizes), AXES)
+
+
+def weight_sharding(mesh: Mesh, shape: tuple[int, ...], *, stacked: bool) -> NamedSharding:
+    """Shards a weight's widest axis that the fsdp size divides (never the axis of stacked layers); small ones are whole.
+
+    Args:
+        mesh: of the run.
+        shape: of the array.
+        stacked: whether the leading axis counts layers.
+    """
+    size = mesh.shape["fsdp"]
+    axes = [i for i in range(int(stacked), len(shape)) if shape[i] % size == 0]
+    spec: list[str | None] = [None] * len(shape)
+    if size > 1 and axes and np.prod(shape) >= SMALLEST_SHARDED:
+        spec[max(axes, key=lambda i: shape[i])] = "fsdp"
+    return NamedSharding(mesh, P(*spec))
+
+
+def shard_state(mesh: Mesh, state):
+    """Places a pytree of weights (or of optimizer moments, which have their weights' shapes) on the mesh.
+
+    A path that goes through "stacks" marks stacked layers.
+    """
+
+    def place(path, leaf):
+        stacked = "stacks" in jax.tree_util.keystr(path)
+        return jax.device_put(leaf, weight_sharding(mesh, np.shape(leaf), stacked=stacked and np.ndim(leaf) > 0))
+
+    return jax.tree_util.tree_map_with_path(place, state)
+
+
+def batch_shards(mesh: Mesh) -> int:
+    """Into how many parts a batch's rows are split."""
+    return mesh.shape["data"] * mesh.shape["fsdp"]
+
+
+def shard_batch(mesh: Mesh, batch: dict[str, np.ndarray], *, rows_axis: int) -> dict[str, jax.Array]:
+    """Spreads a batch's rows over all devices; every process passes the same whole batch and keeps its part."""
+    spec = P(*[None] * rows_axis, AXES)
+
+    def place(array: np.ndarray) -> jax.Array:
+        return jax.make_array_from_callback(array.shape, NamedSharding(mesh, spec), lambda index: array[index])
+
+    return {name: place(array) for name, array in batch.items()}
