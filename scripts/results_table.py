@@ -1,0 +1,62 @@
+"""Writes README's table of measured numbers from scripts/results/*.jsonl, the newest line of each measurement.
+
+Usage: python scripts/results_table.py [--check]     (--check: only say whether README is up to date)
+"""
+
+import json
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+BEGIN, END = "<!-- results: written by scripts/results_table.py -->", "<!-- end of results -->"
+KEYS = ("bench", "case", "implementation", "metric", "peer", "device")
+
+
+def read_lines(folder: Path) -> list[dict]:
+    """Return the newest line of each (bench, case, implementation, metric, peer, device), sorted by them."""
+    newest: dict[tuple[str, ...], dict] = {}
+    for path in sorted(folder.glob("*.jsonl")):
+        for line in filter(str.strip, path.read_text().splitlines()):
+            row = json.loads(line)
+            key = tuple(str(row[name]) for name in KEYS)
+            if key not in newest or str(row["time"]) >= str(newest[key]["time"]):
+                newest[key] = row
+    return [newest[key] for key in sorted(newest)]
+
+
+def table(rows: list[dict]) -> str:
+    """Return the rows as a Markdown table, or a sentence where there are none."""
+    if not rows:
+        return "No measurement has been recorded yet."
+    head = ["bench", "case", "implementation", "metric", "value", "peer", "peer's value", "ratio", "device"]
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    for row in rows:
+        cells = [
+            row[name]
+            for name in ("bench", "case", "implementation", "metric", "value", "peer", "peer_value", "ratio", "device")
+        ]
+        lines.append(
+            "| " + " | ".join(f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in cells) + " |"
+        )
+    return "\n".join([*lines, "", "A ratio above 1 is better than the peer, timed in the same run."])
+
+
+def main() -> int:
+    readme = ROOT / "README.md"
+    old = readme.read_text()
+    before, _, rest = old.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    new = f"{before}{BEGIN}\n{table(read_lines(ROOT / 'scripts' / 'results'))}\n{END}{after}"
+    if "--check" in sys.argv[1:]:
+        print(
+            "README.md is up to date"
+            if new == old
+            else "README.md is not up to date: run python scripts/results_table.py"
+        )
+        return int(new != old)
+    readme.write_text(new)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
