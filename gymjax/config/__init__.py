@@ -1,6 +1,7 @@
 """Configuration: LLaMA-Factory's flat keys in YAML and on the command line, strict; Axolotl's names as aliases."""
 
-from gymjax.config.load import from_dict, load
+from gymjax.config.load import change, from_dict, load
+from gymjax.config.output_dir import check_output_dir, check_trainable
 from gymjax.config.sections import (
     AdapterConfig,
     Config,
@@ -12,6 +13,7 @@ from gymjax.config.sections import (
     TrainConfig,
     flat,
 )
+from gymjax.config.show import describe, differences, to_yaml
 from gymjax.config.source import ConfigError
 
 __all__ = [
@@ -24,7 +26,13 @@ __all__ = [
     "ModelConfig",
     "OptimConfig",
     "TrainConfig",
+    "change",
+    "check_output_dir",
+    "check_trainable",
+    "describe",
+    "differences",
     "flat",
     "from_dict",
     "load",
+    "to_yaml",
 ]

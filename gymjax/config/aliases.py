@@ -65,8 +65,8 @@ VALUED: dict[str, dict[str, dict[str, str]]] = {
     "chat_template": {"tokenizer_default": {}},
 }
 
-# Spellings of our own keys' values.
-SPELLINGS: dict[str, dict[str, str]] = {
+# Spellings of our own keys' values; None = the default.
+SPELLINGS: dict[str, dict[str, str | None]] = {
     "optim": {
         "adamw_torch": "adamw",
         "adamw_torch_fused": "adamw",
@@ -80,8 +80,8 @@ SPELLINGS: dict[str, dict[str, str]] = {
     "save_strategy": {"false": "no"},
     "eval_strategy": {"false": "no"},
     "metric_for_best_model": {"loss": "eval_loss"},
-    "bf16": {"auto": "null"},
-    "fp16": {"auto": "null"},
+    "bf16": {"auto": None},
+    "fp16": {"auto": None},
     "lr_scheduler_type": {"cosine_warmup_with_min_lr": "cosine_with_min_lr"},
 }
 

@@ -34,9 +34,9 @@ def coerce(value: Any, kind: Any) -> Any:
         ValueError: the value is not one of that type; the message says what must hold and what was given.
     """
     if get_origin(kind) in (Union, UnionType):
-        return _coerce_union(value, get_args(kind))
+        return _coerce_union(value, kind)
     if get_origin(kind) is Literal:
-        return _coerce_choice(value, get_args(kind))
+        return _coerce_choice(value, kind)
     if get_origin(kind) is tuple:
         return tuple(coerce(item, get_args(kind)[0]) for item in _items(value))
     if get_origin(kind) in (dict, Mapping):
@@ -50,10 +50,6 @@ def describe_type(kind: Any) -> str:
         return "one of " + ", ".join(text(choice) for choice in get_args(kind))
     if get_origin(kind) in (Union, UnionType):
         return " or ".join(describe_type(k) for k in get_args(kind) if k is not NoneType)
-    if get_origin(kind) is tuple:
-        return "a comma list"
-    if get_origin(kind) in (dict, Mapping):
-        return "a mapping of names to numbers"
     return {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}[kind]
 
 
@@ -61,25 +57,25 @@ def _fail(value: Any, kind: Any) -> ValueError:
     return ValueError(f"must be {describe_type(kind)}, is {text(value)!r}")
 
 
-def _coerce_union(value: Any, kinds: tuple[Any, ...]) -> Any:
-    if value is None and NoneType in kinds:
+def _coerce_union(value: Any, kind: Any) -> Any:
+    if value is None and NoneType in get_args(kind):
         return None
-    wanted = [k for k in kinds if k is not NoneType]
-    for kind in wanted:
+    reasons = []
+    for member in get_args(kind):
         try:
-            return coerce(value, kind)
-        except ValueError:
-            if len(wanted) == 1:
-                raise
-    raise _fail(value, Union[tuple(wanted)])  # noqa: UP007  (a union built from a list of types)
+            if member is not NoneType:
+                return coerce(value, member)
+        except ValueError as error:
+            reasons.append(error)
+    raise reasons[0] if len(reasons) == 1 else _fail(value, kind)
 
 
-def _coerce_choice(value: Any, choices: tuple[Any, ...]) -> Any:
+def _coerce_choice(value: Any, kind: Any) -> Any:
     written = text(value)
-    for choice in choices:
+    for choice in get_args(kind):
         if written.lower() == text(choice).lower():
             return choice
-    raise _fail(value, Literal[choices])
+    raise _fail(value, kind)
 
 
 def _items(value: Any) -> list[Any]:

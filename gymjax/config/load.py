@@ -1,12 +1,12 @@
 """From a file and overrides to a checked Config."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from gymjax.config.checks import problems
-from gymjax.config.sections import SECTIONS, Config
+from gymjax.config.sections import SECTIONS, Config, flat
 from gymjax.config.source import ConfigError, Entry, read_file, read_overrides
 from gymjax.config.translate import Given, Translation, located, translate
 
@@ -21,9 +21,7 @@ def load(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
     Raises:
         ConfigError: with one line for each problem: place, key, what must hold, what to do.
     """
-    layers = [read_file(path)] if path is not None else []
-    layers += [[entry] for entry in read_overrides(overrides)]
-    return _build(layers)
+    return _build(read_file(path) if path is not None else [], read_overrides(overrides))
 
 
 def from_dict(values: Mapping[str, Any]) -> Config:
@@ -32,21 +30,31 @@ def from_dict(values: Mapping[str, Any]) -> Config:
     Raises:
         ConfigError: as load().
     """
-    return _build([[Entry(key, value) for key, value in values.items()]])
+    return _build([Entry(key, value) for key, value in values.items()], [])
 
 
-def _build(layers: Sequence[Sequence[Entry]]) -> Config:
-    given: dict[str, Given] = {}
-    notes: list[str] = []
-    wrong: list[str] = []
-    for entries in layers:
-        translation = translate(entries)
-        _axolotl_default(entries, translation)
-        given |= translation.values
-        notes += translation.notes
-        wrong += translation.problems
-    _raise(wrong)
+def change(config: Config, **values: Any) -> Config:
+    """Return a checked copy with other values; keys that load() fills from others are filled again.
+
+    Raises:
+        ConfigError: as load().
+    """
+    before = flat(config)
+    base = [Entry(key, before[key]) for key in before if key in config.explicit]
+    result = _build(base, [Entry(key, value) for key, value in values.items()])
+    return replace(result, notes=tuple(dict.fromkeys(config.notes + result.notes)))
+
+
+def _build(base: Sequence[Entry], overrides: Sequence[Entry]) -> Config:
+    layers = [translate(base), *(translate([entry]) for entry in overrides)]
+    _axolotl_default(base, layers[0])
+    given = {key: value for layer in layers for key, value in layer.values.items()}
     given = {key: value for key, value in given.items() if value.value is not None}
+    wrong = [problem for layer in layers for problem in layer.problems]
+    if {"min_lr", "min_lr_ratio"} <= set(given):
+        wrong.append("min_lr and min_lr_ratio both set the lowest learning rate; keep one")
+    _raise(wrong)
+    notes = [note for layer in layers for note in layer.notes]
     where = {key: value.where for key, value in given.items()}
     config = _resolve({key: value.value for key, value in given.items()}, tuple(dict.fromkeys(notes)))
     _raise([_placed(keys, message, where) for keys, message in problems(config)])
@@ -66,27 +74,27 @@ def _placed(keys: Sequence[str], message: str, where: Mapping[str, str]) -> str:
 def _axolotl_default(entries: Sequence[Entry], translation: Translation) -> None:
     """An Axolotl file without `adapter` trains all weights, where LLaMA-Factory's default is lora."""
     base = next((entry for entry in entries if entry.key == "base_model"), None)
-    if base is not None and len(entries) > 1 and "finetuning_type" not in translation.values:
+    if base is not None and "finetuning_type" not in translation.values:
         translation.values["finetuning_type"] = Given("full", "base_model without adapter", base.where)
         translation.notes.append("base_model without adapter: finetuning_type full, as Axolotl reads it")
 
 
 def _resolve(values: dict[str, Any], notes: tuple[str, ...]) -> Config:
     """Fill the keys whose default depends on others."""
-    explicit = frozenset(values)
+    explicit = frozenset("min_lr_ratio" if key == "min_lr" else key for key in values)
     defaults = Config()
     values.setdefault("lora_alpha", 2 * values.get("lora_rank", defaults.adapter.lora_rank))
     values.setdefault("packing", values.get("stage") == "pt")
     values.setdefault("data_seed", values.get("seed", defaults.train.seed))
     if "min_lr" in values:
         floor = values.pop("min_lr") / values.get("learning_rate", defaults.optim.learning_rate)
-        values.setdefault("min_lr_ratio", floor)
+        values["min_lr_ratio"] = floor
     _resolve_evaluation(values, defaults)
     sections = {
         section: kind(**{f.name: values[f.name] for f in fields(kind) if f.name in values})
         for section, kind in SECTIONS.items()
     }
-    return Config(**sections, explicit=explicit - {"min_lr"} | ({"min_lr_ratio"} & set(values)), notes=notes)
+    return Config(**sections, explicit=explicit, notes=notes)
 
 
 def _resolve_evaluation(values: dict[str, Any], defaults: Config) -> None:

@@ -38,7 +38,7 @@ def read_file(path: str | Path) -> list[Entry]:
     if not path.is_file():
         raise ConfigError(f"{path}: no such configuration file; give the path of a YAML file")
     try:
-        node = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+        node = yaml.compose(path.read_text(encoding="utf-8-sig"), Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
         line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
         raise ConfigError(f"{path}{line}: not valid YAML: {error.problem}") from None

@@ -3,18 +3,18 @@
 import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from gymjax.config import known
 from gymjax.config.aliases import REMARKS, RENAMED, SPELLINGS, STRUCTURED, VALUED
-from gymjax.config.coerce import coerce, describe_type, text
+from gymjax.config.coerce import coerce, text
 from gymjax.config.sections import SECTIONS
 from gymjax.config.source import Entry
 
 # min_lr is no field: load() turns it into min_lr_ratio, once learning_rate is known.
-TYPES: dict[str, Any] = {
-    f.name: get_type_hints(kind)[f.name] for kind in SECTIONS.values() for f in fields(kind)
-} | {"min_lr": float}
+TYPES: dict[str, Any] = {f.name: get_type_hints(kind)[f.name] for kind in SECTIONS.values() for f in fields(kind)} | {
+    "min_lr": float
+}
 
 
 @dataclass(frozen=True)
@@ -80,10 +80,8 @@ def _add(native: str, value: Any, entry: Entry, result: Translation) -> None:
         raise ValueError(f"{entry.key} {error}") from None
     before = result.values.get(native)
     if before is not None and before.value != typed and None not in (before.value, typed):
-        raise ValueError(
-            f"{before.written} and {entry.key} mean the same key and differ: {text(before.value)} and {text(typed)};"
-            " keep one"
-        )
+        what = f"{before.written} and {entry.key} both set {native}, to {text(before.value)} and {text(typed)}"
+        raise ValueError(f"{what}; keep one")
     if before is None or before.value is None:
         result.values[native] = Given(typed, entry.key, entry.where)
 
@@ -97,8 +95,9 @@ def _typed(native: str, value: Any) -> Any:
         remedy = known.UNSUPPORTED_VALUES[native][written]
         raise ValueError(f"is {written}: known, not supported yet; {remedy}")
     value = SPELLINGS.get(native, {}).get(written, value)
-    unset = value is None or value == "null" or (value == "None" and "none" not in describe_type(kind))
-    return None if unset else coerce(value, kind)
+    unset = value is None or (value == "None" and "none" not in get_args(kind))
+    typed = None if unset else coerce(value, kind)
+    return None if typed in ((), {}) else typed
 
 
 def _valued(key: str, value: Any) -> dict[str, str]:
@@ -140,4 +139,4 @@ def _asks_for_nothing(key: str, value: Any) -> bool:
 
 def _did_you_mean(key: str) -> str:
     close = difflib.get_close_matches(key, sorted(TYPES), n=1) or difflib.get_close_matches(key, sorted(names()), n=1)
-    return f"; did you mean {close[0]}?" if close else "; `python -m gymjax` tells where all keys are listed"
+    return f"; did you mean {close[0]}?" if close else "; gymjax/config/sections.py lists all keys"

@@ -1,0 +1,54 @@
+"""What must hold before a run starts: data to train on, and an output folder that nothing is lost in."""
+
+import re
+from pathlib import Path
+
+from gymjax.config.sections import Config
+from gymjax.config.source import ConfigError
+
+_CHECKPOINT = re.compile(r"checkpoint-\d+")
+
+
+def check_trainable(config: Config) -> None:
+    """Refuse a configuration that loads and has nothing to train.
+
+    Raises:
+        ConfigError: no dataset, or do_train: false.
+    """
+    if not config.data.dataset:
+        raise ConfigError("dataset must be given: a name in dataset_info.json, a file or a folder")
+    if not config.train.do_train:
+        raise ConfigError("do_train: false, but gymjax.train always trains; to evaluate run python -m gymjax.evaluate")
+
+
+def check_output_dir(config: Config) -> None:
+    """Refuse an output folder whose contents the run would mix with its own.
+
+    A folder is good when it is missing or empty, with overwrite_output_dir (the run starts anew), with checkpoints to
+    resume from, or with the path of a checkpoint in resume_from_checkpoint.
+
+    Raises:
+        ConfigError: the folder holds something else, or the checkpoint that was asked for is not there.
+    """
+    folder = Path(config.train.output_dir)
+    resume = config.train.resume_from_checkpoint
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"output_dir: {folder} is a file; give a folder")
+    contents = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    checkpoints = [name for name in contents if _CHECKPOINT.fullmatch(name)]
+    if isinstance(resume, str):
+        if not Path(resume).is_dir():
+            raise ConfigError(f"resume_from_checkpoint: {resume} is no folder; give a checkpoint-<step> folder")
+        return
+    if resume is True and not checkpoints:
+        raise ConfigError(
+            f"resume_from_checkpoint: true, but output_dir: {folder} has no checkpoint-<step> folder; give its path,"
+            " or leave resume_from_checkpoint out to start anew"
+        )
+    may_resume = resume is True or (resume is None and checkpoints)
+    if contents and not may_resume and not config.train.overwrite_output_dir:
+        raise ConfigError(
+            f"output_dir: {folder} is not empty (it has {', '.join(contents[:3])}{', ...' if contents[3:] else ''});"
+            " give another folder, set overwrite_output_dir: true to start anew, or continue a run with"
+            " resume_from_checkpoint"
+        )
