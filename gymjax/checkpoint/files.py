@@ -22,7 +22,7 @@ def require_space(folder: Path, needed: int) -> None:
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     free = shutil.disk_usage(existing).free
     if free < needed:
-        raise _full(folder, f"{_gib(needed)} are needed there and {_gib(free)} are free")
+        raise disk_full(folder, f"{_gib(needed)} are needed there and {_gib(free)} are free")
 
 
 @contextlib.contextmanager
@@ -50,8 +50,8 @@ def replacing(folder: Path) -> Iterator[Path]:
             temporary.rename(folder)
         sync(folder.parent)
     except OSError as error:
-        if error.errno == errno.ENOSPC:
-            raise _full(folder, "the write stopped half-way") from error
+        if is_disk_full(error):
+            raise disk_full(folder, "the write stopped half-way") from error
         raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -77,7 +77,13 @@ def _umask() -> int:
     return mask
 
 
-def _full(folder: Path, what: str) -> OSError:
+def is_disk_full(error: BaseException) -> bool:
+    """Whether an error, of the system or of a library that only passes its text on, says that the disk is full."""
+    return getattr(error, "errno", None) == errno.ENOSPC or os.strerror(errno.ENOSPC) in str(error)
+
+
+def disk_full(folder: Path, what: str) -> OSError:
+    """The error to raise for a full disk."""
     return OSError(
         errno.ENOSPC,
         f"disk full while writing {folder}: {what}. What was saved before is intact; free space or write elsewhere",
