@@ -19,7 +19,7 @@ from gymjax.data.report import DataReport
 CODE_VERSION = 1
 
 
-class CacheMiss(Exception):
+class CacheMiss(Exception):  # noqa: N818 - a miss is no error
     """There is no usable entry; `corrupt` tells a damaged one from none."""
 
     def __init__(self, reason: str, *, corrupt: bool):
@@ -87,8 +87,12 @@ def save(path: Path, train: Dataset | None, evaluation: Dataset | None, report: 
 def _dataset(arrays: Mapping[str, np.ndarray], head: Mapping[str, Any], name: str) -> Dataset | None:
     if name not in head["sources"]:
         return None
-    fields = (arrays[f"{name}.{field}"] for field in ("ids", "weights", "offsets"))
-    return Dataset(*fields, tuple(head["sources"][name]))
+    return Dataset(
+        ids=arrays[f"{name}.ids"],
+        weights=arrays[f"{name}.weights"],
+        offsets=arrays[f"{name}.offsets"],
+        sources=tuple(head["sources"][name]),
+    )
 
 
 def _checksum(arrays: Mapping[str, np.ndarray]) -> str:

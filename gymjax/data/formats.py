@@ -44,7 +44,8 @@ def detect(fields: Mapping[str, Any], source: str, *, stage: str = "sft") -> str
     columns = ", ".join(fields)
     if not found:
         raise DataError(
-            f"{source}: columns ({columns}) fit no known format; use {SHAPES}, or map them in dataset_info.json (columns)"
+            f"{source}: columns ({columns}) fit no known format; use {SHAPES}, "
+            "or map them in dataset_info.json (columns)"
         )
     raise DataError(
         f"{source}: columns ({columns}) fit several formats ({', '.join(found)}); keep the columns of one, "
@@ -129,8 +130,8 @@ def _turn_shape(fields: Mapping[str, Any], column: str, source: str) -> str:
         if "from" in turns[0]:
             return "sharegpt"
         raise DataError(
-            f"{source}: turns of column {column} have keys {', '.join(turns[0])}; use role and content, or from and value, "
-            "or name them in dataset_info.json (tags)"
+            f"{source}: turns of column {column} have keys {', '.join(turns[0])}; use role and content, "
+            "or from and value, or name them in dataset_info.json (tags)"
         )
     raise DataError(
         f'{source}: column {column} must be a list of turns such as [{{"role": "user", "content": "..."}}], '
@@ -182,8 +183,10 @@ def _history(row: Row, column: str) -> list[tuple[str, str]]:
 def _from_prompt_completion(row: Row) -> Conversation | RawText | Dropped:
     prompt, completion = row.fields.get("prompt"), row.fields.get("completion")
     if isinstance(row.fields.get("label"), bool):
-        raise DataError(f"{row.source}: prompt, completion and label are preference data for stage kto, not supported yet; "
-                        "remove the column label and the bad answers for stage sft")  # fmt: skip
+        raise DataError(
+            f"{row.source}: prompt, completion and label are preference data for stage kto, not supported yet; "
+            "remove the column label and the bad answers for stage sft"
+        )
     if isinstance(prompt, list) and isinstance(completion, list):
         asked = from_openai(prompt, row, SHARED_COLUMNS, {}, complete=False)
         answered = from_openai(completion, row, SHARED_COLUMNS, {})

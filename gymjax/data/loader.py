@@ -93,9 +93,10 @@ def dataset_of(examples: Iterable[Example]) -> Dataset:
 class Loader:
     """Batches by step number: batch(step) depends on nothing but the dataset, the settings, the seed and the step.
 
-    Epoch e = step // steps_per_epoch visits the rows in a permutation drawn from (seed, e). A row is one example, or with
-    packing one bin of examples; bins are formed once from the seed, so that every epoch has as many steps. The last step
-    of an epoch is filled up with empty rows (segment 0, weight 0): shapes are constant and no example is left out.
+    Epoch e = step // steps_per_epoch visits the rows in a permutation drawn from (seed, e). A row is one example, or
+    with packing one bin of examples; bins are formed once from the seed, so that every epoch has as many steps. The
+    last step of an epoch is filled up with empty rows (segment 0, weight 0): shapes are constant, no example is left
+    out. Without packing a step is as wide as the shortest of `buckets` that holds its longest example.
     """
 
     def __init__(
@@ -165,12 +166,12 @@ class Loader:
         chosen = [self.bins[row] for row in rows]
         longest = max(self._lengths[row] for row in rows)
         width = min(bucket for bucket in self.buckets if bucket >= longest)
-        arrays = _empty(per_step, width)
-        for row, documents in enumerate(chosen):
-            self._fill(arrays, row, documents)
-        sources = ["; ".join(self.dataset.sources[index] for index in documents) for documents in chosen]
         shape = (self.accumulation, self.rows, width)
-        batch: Batch = {name: array.reshape(shape) for name, array in arrays.items()}
+        batch = _empty(shape)
+        rows_of = {name: array.reshape(per_step, width) for name, array in batch.items()}  # views
+        for row, documents in enumerate(chosen):
+            self._fill(rows_of, row, documents)
+        sources = ["; ".join(self.dataset.sources[index] for index in documents) for documents in chosen]
         return batch, sources + [""] * (per_step - len(chosen))
 
     def _fill(self, arrays: dict[str, np.ndarray], row: int, documents: list[int]) -> None:
@@ -191,6 +192,11 @@ def _epoch_order(seed: int, epoch: int, count: int, shuffle: bool) -> np.ndarray
     return np.random.default_rng([seed, epoch]).permutation(count) if shuffle else np.arange(count)
 
 
-def _empty(rows: int, width: int) -> dict[str, np.ndarray]:
-    arrays = {name: np.zeros((rows, width), np.int32) for name in ("tokens", "targets", "segment_ids", "positions")}
-    return {**arrays, "loss_weights": np.zeros((rows, width), np.float32)}
+def _empty(shape: tuple[int, int, int]) -> Batch:
+    return {
+        "tokens": np.zeros(shape, np.int32),
+        "targets": np.zeros(shape, np.int32),
+        "loss_weights": np.zeros(shape, np.float32),
+        "segment_ids": np.zeros(shape, np.int32),
+        "positions": np.zeros(shape, np.int32),
+    }

@@ -36,10 +36,11 @@ def split[T](groups: Sequence[list[T]], val_size: float, seed: int) -> tuple[lis
         DataError: fewer than one row would be left for one of the parts.
     """
     total = sum(len(group) for group in groups)
-    count = int(round(val_size * total)) if val_size < 1 else int(val_size)
+    count = round(val_size * total) if val_size < 1 else int(val_size)
     if val_size and not 0 < count < total:
         raise DataError(
-            f"val_size {val_size:g} takes {count} of {total} rows for evaluation; at least one must be left for each part"
+            f"val_size {val_size:g} takes {count} of {total} rows for evaluation; "
+            "at least one must be left for each part"
         )
     held = set(np.random.default_rng([seed, _SPLIT]).permutation(total)[:count].tolist())
     kept, taken, index = [], [], 0

@@ -97,21 +97,25 @@ def _read_csv(path: Path) -> Iterator[Row]:
     limit = csv.field_size_limit(sys.maxsize)
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
-            reader = csv.DictReader(file, strict=True)
-            for fields in reader:
-                source = f"{path}:{reader.line_num}"
-                if None in fields or None in fields.values():
-                    raise DataError(
-                        f"{source}: the row has more or fewer cells than the header's {len(reader.fieldnames or ())} "
-                        "columns; quote cells that hold commas or line ends"
-                    )
-                yield Row(dict(fields), source)
+            yield from _csv_rows(path, csv.DictReader(file, strict=True))
+    finally:
+        csv.field_size_limit(limit)
+
+
+def _csv_rows(path: Path, reader: csv.DictReader) -> Iterator[Row]:
+    try:
+        for fields in reader:
+            source = f"{path}:{reader.line_num}"
+            if None in fields or None in fields.values():
+                raise DataError(
+                    f"{source}: the row has more or fewer cells than the header's {len(reader.fieldnames or ())} "
+                    "columns; quote cells that hold commas or line ends"
+                )
+            yield Row(dict(fields), source)
     except csv.Error as error:
         raise DataError(
             f"{path}:{reader.line_num}: not csv ({error}); quote cells that hold commas or quotes"
         ) from error
-    finally:
-        csv.field_size_limit(limit)
 
 
 def _read_parquet(path: Path) -> Iterator[Row]:

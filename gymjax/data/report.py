@@ -78,7 +78,8 @@ class DataReport:
 def _split(values: dict[str, Any] | None) -> SplitReport | None:
     if values is None:
         return None
-    return SplitReport(**{**values, "dropped": [Dropped(**drop) for drop in values["dropped"]]})
+    counts = {name: value for name, value in values.items() if name != "dropped"}
+    return SplitReport(**counts, dropped=[Dropped(**drop) for drop in values["dropped"]])
 
 
 def _some(sources: list[str]) -> str:

@@ -110,8 +110,8 @@ def _from_entry(name: str, folder: Path, entry: Any) -> Source:
         raise DataError(f"{where}: subset applies to hub datasets only; name the file in file_name")
     path = folder / (entry.get("folder") or "") / _typed(where, "file_name", file_name, str)
     if not path.exists():
-        raise DataError(f"{where}: file_name {path} does not exist;{did_you_mean(path.name, _readable_names(path.parent))}"
-                        " correct file_name or put the file there")  # fmt: skip
+        guess = did_you_mean(path.name, _readable_names(path.parent))
+        raise DataError(f"{where}: file_name {path} does not exist;{guess} correct file_name or put the file there")
     formatting = entry.get("formatting")
     if formatting is not None and formatting not in FORMATTINGS:
         raise DataError(f"{where}: formatting must be one of {', '.join(FORMATTINGS)}, found {formatting!r}")

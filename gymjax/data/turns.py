@@ -118,8 +118,8 @@ def _role(turn: Mapping[str, Any], where: str, tags: Mapping[str, str]) -> str:
     name = turn.get(tags["role_tag"])
     if not isinstance(name, str) or name not in roles:
         raise DataError(
-            f'{where} has unknown {tags["role_tag"]} "{name}".{did_you_mean(str(name), roles)} Known: {", ".join(roles)}; '
-            "rename it or set its tag in dataset_info.json"
+            f'{where} has unknown {tags["role_tag"]} "{name}".{did_you_mean(str(name), roles)} '
+            f"Known: {', '.join(roles)}; rename it or set its tag in dataset_info.json"
         )
     return roles[name]
 
@@ -158,7 +158,7 @@ def _weight(turn: Mapping[str, Any], role: str, where: str) -> float:
 
 
 def _tool_call(call: Any, where: str) -> dict[str, Any]:
-    """Return {"type": "function", "function": {"name", "arguments"}} with arguments as an object, as templates expect."""
+    """Return {"type": "function", "function": {...}} with arguments as an object, as templates expect them."""
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise DataError(f"{where}: a tool call needs a name and arguments, found {call!r:.80}")
