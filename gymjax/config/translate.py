@@ -134,9 +134,9 @@ def _by_prefix(key: str, table: Mapping[str, str]) -> str | None:
 
 def _asks_for_nothing(key: str, value: Any) -> bool:
     empty = value is None or (isinstance(value, list | Mapping) and not value)
-    return empty or text(value).lower() in ("false", "no", "off", "none", "null", *known.HARMLESS.get(key, ()))
+    return empty or text(value).lower() in ("", "false", "no", "off", "none", *known.HARMLESS.get(key, ()))
 
 
 def _did_you_mean(key: str) -> str:
-    close = difflib.get_close_matches(key, sorted(TYPES), n=1) or difflib.get_close_matches(key, sorted(names()), n=1)
+    close = difflib.get_close_matches(key, sorted(names()), n=1)
     return f"; did you mean {close[0]}?" if close else "; gymjax/config/sections.py lists all keys"
