@@ -66,6 +66,7 @@ class Checkpoints:
         meta: Mapping[str, Any],
         *,
         extra: Callable[[Path], None] | None = None,
+        protect: int | None = None,
     ) -> None:
         """Begin a checkpoint; the arrays are copied before this returns, so the caller may donate them.
 
@@ -74,6 +75,7 @@ class Checkpoints:
             state: arrays, and PRNG keys, in any pytree.
             meta: JSON object written as trainer_state.json.
             extra: writes further files (an adapter, say) into the folder it is given; runs at once.
+            protect: step of a checkpoint that stays whatever `keep` says: the best one.
 
         Raises:
             OSError: not enough disk, for this or for the previous save; older checkpoints are intact.
@@ -94,10 +96,10 @@ class Checkpoints:
             self._writer = self._writer or ocp.StandardCheckpointer()
             self._writer.save(partial / STATE, leaves)
         shapes = {name: _describe(leaf) for name, leaf in leaves.items()}
-        self._thread = threading.Thread(target=self._finish, args=(step, partial, text, shapes), name=f"checkpoint-{step}")
+        self._thread = threading.Thread(target=self._finish, args=(step, partial, text, shapes, protect), name=f"checkpoint-{step}")
         self._thread.start()
 
-    def _finish(self, step: int, partial: Path, text: str, shapes: dict[str, str]) -> None:
+    def _finish(self, step: int, partial: Path, text: str, shapes: dict[str, str], protect: int | None) -> None:
         """In the background: wait for the arrays, seal the folder, give it its name, remove old ones."""
         try:
             with _full_disk_named(partial):
@@ -115,7 +117,8 @@ class Checkpoints:
             partial.rename(target)
             sync(self.output_dir)
             for old in self.steps()[: -self._keep] if self._keep else []:
-                shutil.rmtree(self.folder(old))
+                if old != protect:
+                    shutil.rmtree(self.folder(old))
         except BaseException as error:  # noqa: BLE001  (raised again by wait(), in the caller's thread)
             self._error = error
 
