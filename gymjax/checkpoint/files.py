@@ -4,7 +4,6 @@ import contextlib
 import errno
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -37,12 +36,13 @@ def replacing(folder: Path) -> Iterator[Path]:
     """
     folder = folder.absolute()
     folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent))
+    temporary = folder.with_name(f".{folder.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)  # left by a process that was killed
+    temporary.mkdir()
     try:
         yield temporary
         for path in temporary.iterdir():
             sync(path)
-        temporary.chmod(0o777 & ~_umask())
         if folder.exists():
             for path in sorted(temporary.iterdir(), key=_indexes_last):
                 path.replace(folder / path.name)
@@ -69,12 +69,6 @@ def sync(path: Path) -> None:
 def _indexes_last(path: Path) -> tuple[bool, str]:
     """Files that name other files are replaced after them."""
     return path.suffix == ".json", path.name
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def is_disk_full(error: BaseException) -> bool:

@@ -57,7 +57,7 @@ class GGUFFile:
                 f"{path}: architecture {self.architecture!r} is not supported; supported: {', '.join(ARCHITECTURES)}"
             )
         if self.field("split.count", 1) > 1:
-            raise ValueError(f"{path} is one part of several; join them with llama.cpp's `llama-gguf-split --merge` first")
+            raise ValueError(f"{path} is one part of several; join them first: llama-gguf-split --merge")
         factors = extra.pop("rope_freqs.weight", None)
         self.config = self._config(None if factors is None else np.asarray(factors.data, np.float32))
         self.shapes = {name: tuple(int(n) for n in t.shape[::-1]) for name, t in (self._tensors | extra).items()}
@@ -94,7 +94,9 @@ class GGUFFile:
         needed = ("embedding_length", "block_count", "feed_forward_length", "attention.head_count")
         missing = [f"{self.architecture}.{key}" for key in needed if get(key) is None]
         if missing or embed is None:
-            raise ValueError(f"{self.origin}: the file lacks {', '.join(missing) or 'token_embd.weight'}; fetch it again")
+            raise ValueError(
+                f"{self.origin}: the file lacks {', '.join(missing) or 'token_embd.weight'}; fetch it again"
+            )
         heads, width = get("attention.head_count"), get("embedding_length")
         eps = np.float32(get("attention.layer_norm_rms_epsilon", 1e-6))
         config = {
@@ -150,7 +152,7 @@ def _hf_name(name: str) -> str | None:
 
 
 def unpermute(w: np.ndarray, heads: int) -> np.ndarray:
-    """Undo the row order of llama.cpp's converter, which pairs rotary rows (2i, 2i+1) where Hugging Face has (i, i+H/2).
+    """Undo llama.cpp's row order, which pairs rotary rows (2i, 2i+1) where Hugging Face pairs (i, i+H/2).
 
     Args:
         w: (heads*H, I) weight or (heads*H,) bias of q or k.

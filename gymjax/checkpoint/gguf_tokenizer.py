@@ -28,7 +28,9 @@ def _split(digits: str) -> pre_tokenizers.PreTokenizer:
 # How each vocabulary's text was cut before its merges were learned, by llama.cpp's name for it.
 _PRE_TOKENIZERS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
     "gpt-2": lambda: _byte_level(use_regex=True),
-    "smollm": lambda: pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _byte_level(use_regex=True)]),
+    "smollm": lambda: pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), _byte_level(use_regex=True)]
+    ),
     "llama-bpe": lambda: _split(r"\p{N}{1,3}"),
     "qwen2": lambda: _split(r"\p{N}"),
 }
@@ -43,12 +45,16 @@ def tokenizer_from_gguf(file: GGUFFile) -> PreTrainedTokenizerFast:
     remedy = "put the model's tokenizer.json and tokenizer_config.json beside the .gguf file"
     model, cut = file.field("tokenizer.ggml.model"), file.field("tokenizer.ggml.pre", "gpt-2")
     if model != "gpt2":
-        raise ValueError(f"{file.origin}: tokenizer {model!r} is not built from GGUF (only byte-level BPE 'gpt2' is); {remedy}")
+        raise ValueError(
+            f"{file.origin}: tokenizer {model!r} is not built from GGUF (only byte-level BPE 'gpt2' is); {remedy}"
+        )
     if cut not in _PRE_TOKENIZERS:
         raise ValueError(f"{file.origin}: pre-tokenizer {cut!r} is not known ({', '.join(_PRE_TOKENIZERS)}); {remedy}")
     tokens = file.field("tokenizer.ggml.tokens")
     merges = [tuple(merge.split(" ", 1)) for merge in file.field("tokenizer.ggml.merges", [])]
-    backend = Tokenizer(BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges, ignore_merges=cut == "llama-bpe"))
+    backend = Tokenizer(
+        BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges, ignore_merges=cut == "llama-bpe")
+    )
     backend.pre_tokenizer = _PRE_TOKENIZERS[cut]()
     backend.decoder = decoders.ByteLevel()
     backend.add_tokens(_added_tokens(file, tokens))

@@ -85,11 +85,13 @@ def read_config(folder: Path) -> dict[str, Any]:
         ValueError: it is not JSON.
     """
     if not folder.is_dir():
-        raise FileNotFoundError(f"{folder} is not a folder; model_name_or_path must be a model folder, a .gguf or a hub id")
+        raise FileNotFoundError(
+            f"{folder} is not a folder; model_name_or_path must be a model folder, a .gguf or a hub id"
+        )
     path = folder / "config.json"
     if not path.exists() and (folder / "adapter_config.json").exists():
         raise FileNotFoundError(
-            f"{folder} holds an adapter, not a model: give it as adapter_name_or_path and its base as model_name_or_path"
+            f"{folder} holds an adapter, not a model: give it as adapter_name_or_path, its base as model_name_or_path"
         )
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist; copy the model's config.json beside its weights")
@@ -119,7 +121,9 @@ def _weight_files(folder: Path) -> list[Path]:
         files = sorted(set(weight_map.values()))
         missing = [name for name in files if not (folder / name).is_file()]
         if missing:
-            raise FileNotFoundError(f"{folder} lacks {len(missing)} of {len(files)} shards: {', '.join(missing)}; copy them there")
+            raise FileNotFoundError(
+                f"{folder} lacks {len(missing)} of {len(files)} shards: {', '.join(missing)}; copy them there"
+            )
         return [folder / name for name in files]
     if (folder / SINGLE).exists():
         return [folder / SINGLE]
@@ -127,7 +131,7 @@ def _weight_files(folder: Path) -> list[Path]:
     if pickled:
         raise ValueError(
             f"{folder} holds pickled weights ({', '.join(pickled[:3])}), which can run code when loaded and are never "
-            "read; convert them: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder) in transformers"
+            "read; convert them in transformers: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
         )
     raise FileNotFoundError(f"{folder} holds neither {SINGLE} nor {INDEX}; fetch the model's weights")
 
@@ -193,7 +197,11 @@ def save_folder(
     tensors = dict(hf_tensors(model, dtype, keep_packed=keep_packed))
     shards = list(_shards(tensors, int(export_size * 1e9)))
     require_space(folder, total_bytes(tensors.values()))
-    names = [SINGLE] if len(shards) == 1 else [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
+    names = (
+        [SINGLE]
+        if len(shards) == 1
+        else [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
+    )
     with replacing(folder) as temporary:
         for name, shard in zip(names, shards):
             write_tensors(temporary / name, shard)
@@ -235,7 +243,9 @@ def _updated_config(hf_config: Mapping[str, Any], dtype: DTypeLike, tensors: Map
     config["architectures"] = [ARCHITECTURES[config["model_type"]]]
     config["dtype"] = np.dtype(dtype).name
     if any(_STATE in name for name in tensors):
-        config["quantization_config"] = bitsandbytes_config(dtype, any(name.endswith(".nested_absmax") for name in tensors))
+        config["quantization_config"] = bitsandbytes_config(
+            dtype, any(name.endswith(".nested_absmax") for name in tensors)
+        )
     return config
 
 

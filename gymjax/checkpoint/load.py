@@ -127,7 +127,9 @@ def load_tokenizer(path: Path, source: HFFolder | GGUFFile | None = None) -> Pre
     has_files = any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model"))
     if not has_files:
         if path.is_dir():
-            raise FileNotFoundError(f"{folder} holds no tokenizer.json; copy the model's tokenizer files beside its weights")
+            raise FileNotFoundError(
+                f"{folder} holds no tokenizer.json; copy the model's tokenizer files beside its weights"
+            )
         return tokenizer_from_gguf(source if isinstance(source, GGUFFile) else GGUFFile(path))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         if (folder / name).exists():
@@ -135,7 +137,9 @@ def load_tokenizer(path: Path, source: HFFolder | GGUFFile | None = None) -> Pre
     try:
         return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     except (ValueError, OSError, KeyError, TypeError, ImportError) as error:
-        raise ValueError(f"{folder}: transformers cannot read the tokenizer ({error}); fetch its files again") from error
+        raise ValueError(
+            f"{folder}: transformers cannot read the tokenizer ({error}); fetch its files again"
+        ) from error
 
 
 def _generation_config(path: Path) -> dict[str, Any]:

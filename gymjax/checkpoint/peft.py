@@ -17,6 +17,7 @@ from gymjax.checkpoint.safetensors_io import Tensor, open_tensors, total_bytes, 
 from gymjax.checkpoint.weights import variable_at
 from gymjax.models.decoder import Decoder
 from gymjax.models.names import HFWeight, hf_weights
+from gymjax.optim.labels import Trained
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -42,18 +43,18 @@ def save_adapter(
     spec: LoraSpec,
     *,
     base: str,
-    modules_to_save: Sequence[str] = (),
     tokenizer: Any = None,
 ) -> None:
     """Write a model's adapters, in f32, as PEFT stores them; all files or none.
+
+    Base weights that are trained beside the adapter become PEFT's modules_to_save. An embedding whose head is tied is
+    written twice with ensure_weight_tying, which is what PEFT needs to give equal logits.
 
     Args:
         folder: where to; files of other names that it holds stay.
         model: with adapters attached.
         spec: what they were attached with.
         base: base_model_name_or_path for the config.
-        modules_to_save: modules trained whole beside the adapter, as given to `train_modules`. An embedding whose head
-            is tied is written twice with ensure_weight_tying, which is what PEFT needs to give equal logits.
         tokenizer: written with its `save_pretrained`.
 
     Raises:
@@ -67,7 +68,7 @@ def save_adapter(
         tensors[f"{_PREFIX}{row.name}.lora_B.weight"] = _tensor(b)
     if not tensors:
         raise ValueError("the model has no adapter to save; save a whole model with save_folder")
-    saved = _saved_weights(model, modules_to_save)
+    saved = _trained_base_weights(model)
     for weight in saved:
         tensors[_PREFIX + weight.name] = _tensor(_weight_row(model, weight))
     tied = model.cfg.tie_embeddings and any(weight.name == _EMBED for weight in saved)
@@ -125,8 +126,8 @@ def _short_names(names: Iterable[str], others: Sequence[str]) -> list[str]:
     return sorted({name if (last := name.rsplit(".", 1)[-1]) in taken else last for name in names})
 
 
-def _saved_weights(model: Decoder, modules: Sequence[str]) -> list[HFWeight]:
-    return [w for w in hf_weights(model.cfg) if any(f".{module}." in "." + w.name for module in modules)]
+def _trained_base_weights(model: Decoder) -> list[HFWeight]:
+    return [weight for weight in hf_weights(model.cfg) if isinstance(variable_at(model, weight.path), Trained)]
 
 
 def _module_names(model: Decoder, saved: Sequence[HFWeight], tied: bool) -> list[str]:
@@ -162,24 +163,25 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def load_adapter(folder: Path, model: Decoder) -> tuple[LoraSpec, tuple[str, ...]]:
-    """Attach the adapter of a PEFT folder to a model, in place.
+def load_adapter(model: Decoder, folder: Path | str) -> LoraSpec:
+    """Attach the adapter of a PEFT folder to a model, in place; its modules_to_save become trained weights.
 
     Args:
-        folder: adapter folder.
         model: its base, without adapters.
+        folder: adapter folder.
 
     Returns:
-        What was attached, and the modules that came whole (modules_to_save).
+        What was attached.
 
     Raises:
         FileNotFoundError: no adapter, or only pickled weights.
         ValueError: an adapter of another base, or one that is not supported; the message names the tensors.
     """
+    folder = Path(folder)
     config = read_adapter_config(folder)
     if not (folder / WEIGHTS).exists() and (folder / "adapter_model.bin").exists():
         raise FileNotFoundError(
-            f"{folder} holds adapter_model.bin, which is pickled and never read; save the adapter again with PEFT >= 0.5"
+            f"{folder} holds adapter_model.bin, pickled and never read; save the adapter again with PEFT >= 0.5"
         )
     tensors = {name.removeprefix(_PREFIX): value for name, value in open_tensors(folder / WEIGHTS).items()}
     modules = sorted({m[1] for name in tensors if (m := re.fullmatch(r"(.+)\.lora_[AB]\.weight", name))})
@@ -202,7 +204,8 @@ def load_adapter(folder: Path, model: Decoder) -> tuple[LoraSpec, tuple[str, ...
     )
     attach(model, spec, key=jax.random.key(0))
     _fill(folder, model, tensors)
-    return spec, _load_whole(folder, model, whole)
+    _load_whole(folder, model, whole)
+    return spec
 
 
 def _names_and_head(model: Decoder) -> set[str]:
@@ -232,7 +235,7 @@ def _fill(folder: Path, model: Decoder, tensors: Mapping[str, np.ndarray]) -> No
         variable.set_value(jax.device_put(jnp.asarray(array), variable.get_value().sharding))
 
 
-def _load_whole(folder: Path, model: Decoder, whole: Mapping[str, np.ndarray]) -> tuple[str, ...]:
+def _load_whole(folder: Path, model: Decoder, whole: Mapping[str, np.ndarray]) -> None:
     """Modules saved whole become trained variables of the model."""
     if model.cfg.tie_embeddings and (_EMBED in whole or _HEAD in whole):
         if not (_EMBED in whole and _HEAD in whole and np.array_equal(whole[_EMBED], whole[_HEAD])):
@@ -242,13 +245,13 @@ def _load_whole(folder: Path, model: Decoder, whole: Mapping[str, np.ndarray]) -
             )
         whole = {name: value for name, value in whole.items() if name != _HEAD}
     weights = {weight.name: weight for weight in hf_weights(model.cfg)}
-    modules = tuple(sorted({name.rsplit(".", 1)[0] for name in whole}))
-    train_modules(model, modules, key="modules_to_save")
+    train_modules(model, sorted({name.rsplit(".", 1)[0] for name in whole}), key="modules_to_save")
     for name, value in whole.items():
         weight = weights[name]
         if value.shape != weight.shape:
-            raise ValueError(f"{folder}: {name} is {value.shape}, the base's is {weight.shape}; was the vocabulary resized?")
+            raise ValueError(
+                f"{folder}: {name} is {value.shape}, the base's is {weight.shape}; was the vocabulary resized?"
+            )
         variable = variable_at(model, weight.path)
         old, new = variable.get_value(), jnp.asarray(np.asarray(value, np.float32))
         variable.set_value(jax.device_put(new if weight.index is None else old.at[weight.index].set(new), old.sharding))
-    return modules

@@ -85,7 +85,9 @@ def _view(path: Path, name: str, entry: Any, data: np.ndarray) -> np.ndarray:
         raise ValueError(f"{path}: tensor {name} has dtype {dtype_name}; read are {', '.join(DTYPES)}")
     dtype = np.dtype(DTYPES[dtype_name])
     if not 0 <= begin <= end <= data.size:
-        raise ValueError(_damaged(path, f"tensor {name} ends at byte {end}, but the file holds {data.size} bytes of data"))
+        raise ValueError(
+            _damaged(path, f"tensor {name} ends at byte {end}, but the file holds {data.size} bytes of data")
+        )
     if end - begin != count * dtype.itemsize:
         raise ValueError(
             _damaged(path, f"tensor {name} of shape {shape} takes {count * dtype.itemsize} bytes, not {end - begin}")

@@ -49,7 +49,9 @@ class Checkpoints:
     def steps(self) -> list[int]:
         """Steps of the whole checkpoints, oldest first."""
         found = [(re.fullmatch(r"checkpoint-(\d+)", path.name), path) for path in self.output_dir.glob("checkpoint-*")]
-        return sorted(int(m[1]) for m, path in found if m and all((path / part).exists() for part in (STATE, META, MANIFEST)))
+        return sorted(
+            int(m[1]) for m, path in found if m and all((path / part).exists() for part in (STATE, META, MANIFEST))
+        )
 
     def latest(self) -> int | None:
         """Step of the newest whole checkpoint, or None."""
@@ -87,7 +89,7 @@ class Checkpoints:
         self.output_dir.mkdir(parents=True, exist_ok=True)
         require_space(self.output_dir, sum(leaf.nbytes for leaf in leaves.values()))
         if jax.process_index() == 0:
-            for old in self.output_dir.glob(".checkpoint-*.partial"):
+            for old in self.output_dir.glob(".*checkpoint-*.partial*"):
                 shutil.rmtree(old)
             partial.mkdir()
         with _full_disk_named(partial):
@@ -96,7 +98,9 @@ class Checkpoints:
             self._writer = self._writer or ocp.StandardCheckpointer()
             self._writer.save(partial / STATE, leaves)
         shapes = {name: _describe(leaf) for name, leaf in leaves.items()}
-        self._thread = threading.Thread(target=self._finish, args=(step, partial, text, shapes, protect), name=f"checkpoint-{step}")
+        self._thread = threading.Thread(
+            target=self._finish, args=(step, partial, text, shapes, protect), name=f"checkpoint-{step}"
+        )
         self._thread.start()
 
     def _finish(self, step: int, partial: Path, text: str, shapes: dict[str, str], protect: int | None) -> None:
@@ -119,7 +123,7 @@ class Checkpoints:
             for old in self.steps()[: -self._keep] if self._keep else []:
                 if old != protect:
                     shutil.rmtree(self.folder(old))
-        except BaseException as error:  # noqa: BLE001  (raised again by wait(), in the caller's thread)
+        except BaseException as error:  # raised again by wait(), in the caller's thread
             self._error = error
 
     def wait(self) -> None:
@@ -200,8 +204,9 @@ def _check_structure(folder: Path, saved: Mapping[str, str], wanted: Mapping[str
         if saved.get(name) != wanted.get(name)
     ]
     if differing:
+        first = "; ".join(differing[:3])
         raise ValueError(
-            f"{folder} was saved by a different configuration ({len(differing)} arrays differ: {'; '.join(differing[:3])}). "
+            f"{folder} was saved by a different configuration ({len(differing)} arrays differ: {first}). "
             "Resume with the model, adapter and optimizer settings it was saved with, or choose another output_dir"
         )
 

@@ -21,9 +21,7 @@ def matmul(x: Float[Array, "*B I"], w: Float[Array, "O I"] | NF4Weight) -> Float
         raise ValueError(f"x of shape {x.shape} has width {x.shape[-1]}, but w of shape {w.shape} takes {w.shape[-1]}")
     if isinstance(w, NF4Weight):
         return nf4_linear(x, w)
-    y = jax.lax.dot_general(
-        x, w.astype(x.dtype), (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=jnp.float32
-    )
+    y = jax.lax.dot_general(x, w.astype(x.dtype), (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
     return y.astype(x.dtype)
 
 

@@ -110,7 +110,9 @@ def _torch_order_sum(x: Float[np.ndarray, " n"]) -> np.float32:
     return _row_sum(np.concatenate([x[vectors * lanes :], lane_sums]))
 
 
-def _row_sum(rows: Float[np.ndarray, "n ..."], start: Float[np.ndarray, "..."] | None = None) -> Float[np.ndarray, "..."]:
+def _row_sum(
+    rows: Float[np.ndarray, "n ..."], start: Float[np.ndarray, "..."] | None = None
+) -> Float[np.ndarray, "..."]:
     """Sum over the first axis, strictly one row after the other."""
     total = np.zeros(rows.shape[1:], _F32) if start is None else start
     for row in rows:
