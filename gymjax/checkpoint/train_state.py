@@ -7,9 +7,9 @@ import contextlib
 import json
 import re
 import shutil
-import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +43,8 @@ class Checkpoints:
         self.output_dir = Path(output_dir).absolute()
         self._keep = keep
         self._writer: ocp.StandardCheckpointer | None = None
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._running: Future | None = None
 
     def steps(self) -> list[int]:
         """Steps of the whole checkpoints, oldest first."""
@@ -98,33 +98,27 @@ class Checkpoints:
             self._writer = self._writer or ocp.StandardCheckpointer()
             self._writer.save(partial / STATE, leaves)
         shapes = {name: _describe(leaf) for name, leaf in leaves.items()}
-        self._thread = threading.Thread(
-            target=self._finish, args=(step, partial, text, shapes, protect), name=f"checkpoint-{step}"
-        )
-        self._thread.start()
+        self._running = self._background.submit(self._finish, step, partial, text, shapes, protect)
 
     def _finish(self, step: int, partial: Path, text: str, shapes: dict[str, str], protect: int | None) -> None:
         """In the background: wait for the arrays, seal the folder, give it its name, remove old ones."""
-        try:
-            with _full_disk_named(partial):
-                self._writer.wait_until_finished()
-                if jax.process_index() != 0:
-                    return
-                (partial / META).write_text(text + "\n", encoding="utf-8")
-                manifest = {"leaves": shapes, "files": _checksums(partial / STATE)}
-                (partial / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-                for path in (*partial.rglob("*"), partial):
-                    sync(path)
-            target = self.folder(step)
-            if target.exists():  # saved again after going back: set it aside, so that no moment has neither
-                target.rename(self.output_dir / f".checkpoint-{step}-replaced.partial")
-            partial.rename(target)
-            sync(self.output_dir)
-            for old in self.steps()[: -self._keep] if self._keep else []:
-                if old != protect:
-                    shutil.rmtree(self.folder(old))
-        except BaseException as error:  # raised again by wait(), in the caller's thread
-            self._error = error
+        with _full_disk_named(partial):
+            self._writer.wait_until_finished()
+            if jax.process_index() != 0:
+                return
+            (partial / META).write_text(text + "\n", encoding="utf-8")
+            manifest = {"leaves": shapes, "files": _checksums(partial / STATE)}
+            (partial / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+            for path in (*partial.rglob("*"), partial):
+                sync(path)
+        target = self.folder(step)
+        if target.exists():  # saved again after going back: set it aside, so that no moment has neither
+            target.rename(self.output_dir / f".checkpoint-{step}-replaced.partial")
+        partial.rename(target)
+        sync(self.output_dir)
+        for old in self.steps()[: -self._keep] if self._keep else []:
+            if old != protect:
+                shutil.rmtree(self.folder(old))
 
     def wait(self) -> None:
         """Block until the save that runs, if any, is on the disk.
@@ -132,12 +126,9 @@ class Checkpoints:
         Raises:
             OSError: it failed; older checkpoints are intact.
         """
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
+        running, self._running = self._running, None
+        if running is not None:
+            running.result()
 
     def restore(self, step: int, like: PyTree) -> tuple[PyTree[jax.Array], dict[str, Any]]:
         """Read a checkpoint back, every bit as saved.
@@ -182,6 +173,7 @@ class Checkpoints:
         try:
             self.wait()
         finally:
+            self._background.shutdown()
             if self._writer is not None:
                 self._writer.close()
                 self._writer = None
