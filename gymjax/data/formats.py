@@ -7,15 +7,17 @@ from gymjax.data.conversation import Conversation, Dropped, Message, RawText
 from gymjax.data.errors import DataError
 from gymjax.data.read import Row
 from gymjax.data.sources import Source
-from gymjax.data.turns import from_openai, from_sharegpt, read_tools
+from gymjax.data.turns import from_halves, from_openai, from_sharegpt, read_tools
 
 MEDIA = ("images", "image", "videos", "video", "audios", "audio")
 DEFAULT_COLUMNS = {
     "alpaca": {"prompt": "instruction", "query": "input", "response": "output", "history": "history"},
     "sharegpt": {"messages": "conversations"},
     "openai": {"messages": "messages"},
+    "prompt_completion": {},
 }
 SHARED_COLUMNS = {"system": "system", "tools": "tools"}
+TURN_COLUMNS = ("messages", "conversations")
 SHAPES = (
     "{instruction, input, output}, {conversations: [{from, value}]}, {messages: [{role, content}]}, "
     "{prompt, completion} or {text}"
@@ -36,7 +38,7 @@ def detect(fields: Mapping[str, Any], source: str, *, stage: str = "sft") -> str
         found.append("alpaca")
     if "prompt" in fields and "completion" in fields:
         found.append("prompt_completion")
-    found += [_turn_shape(fields, column, source) for column in ("messages", "conversations") if column in fields]
+    found += [_turn_shape(fields, column, source) for column in TURN_COLUMNS if column in fields]
     if "text" in fields:
         found.append("text")
     if len(found) == 1:
@@ -81,14 +83,16 @@ def convert(row: Row, source: Source, *, formatting: str) -> Conversation | RawT
     check_supported(_media_columns(row, source), row.source)
     if formatting == "text":
         return _from_text(row, source.columns.get("prompt", "text"))
-    if formatting == "prompt_completion":
-        return _from_prompt_completion(row)
     columns = {**DEFAULT_COLUMNS[formatting], **SHARED_COLUMNS, **source.columns}
+    if formatting == "prompt_completion":
+        return _from_prompt_completion(row, columns)
     if formatting == "alpaca":
         return _from_alpaca(row, columns)
-    turns = row.fields.get(columns["messages"])
+    column = columns["messages"]
+    if "messages" not in source.columns and column not in row.fields:
+        column = next((name for name in TURN_COLUMNS if name in row.fields), column)
     read = from_sharegpt if formatting == "sharegpt" else from_openai
-    return read(turns, row, columns, source.tags)
+    return read(row.fields.get(column), row, columns, source.tags)
 
 
 def formatting_of(source: Source, first: Row, *, stage: str = "sft") -> str:
@@ -180,7 +184,7 @@ def _history(row: Row, column: str) -> list[tuple[str, str]]:
     return [(user, assistant) for user, assistant in pairs]
 
 
-def _from_prompt_completion(row: Row) -> Conversation | RawText | Dropped:
+def _from_prompt_completion(row: Row, columns: Mapping[str, str]) -> Conversation | RawText | Dropped:
     prompt, completion = row.fields.get("prompt"), row.fields.get("completion")
     if isinstance(row.fields.get("label"), bool):
         raise DataError(
@@ -188,12 +192,7 @@ def _from_prompt_completion(row: Row) -> Conversation | RawText | Dropped:
             "remove the column label and the bad answers for stage sft"
         )
     if isinstance(prompt, list) and isinstance(completion, list):
-        asked = from_openai(prompt, row, SHARED_COLUMNS, {}, complete=False)
-        answered = from_openai(completion, row, SHARED_COLUMNS, {})
-        if isinstance(asked, Dropped) or isinstance(answered, Dropped):
-            return answered
-        untrained = tuple(Message(turn.role, turn.content, 0.0, turn.extra) for turn in asked.messages)
-        return Conversation(untrained + answered.messages, row.source, answered.tools)
+        return from_halves(prompt, completion, row, columns)
     if not (isinstance(prompt, str) and isinstance(completion, str)):
         raise DataError(
             f"{row.source}: prompt and completion must both be text or both be lists of messages, "

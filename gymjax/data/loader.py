@@ -168,22 +168,21 @@ class Loader:
         width = min(bucket for bucket in self.buckets if bucket >= longest)
         shape = (self.accumulation, self.rows, width)
         batch = _empty(shape)
-        rows_of = {name: array.reshape(per_step, width) for name, array in batch.items()}  # views
         for row, documents in enumerate(chosen):
-            self._fill(rows_of, row, documents)
+            self._fill(batch, divmod(row, self.rows), documents)
         sources = ["; ".join(self.dataset.sources[index] for index in documents) for documents in chosen]
         return batch, sources + [""] * (per_step - len(chosen))
 
-    def _fill(self, arrays: dict[str, np.ndarray], row: int, documents: list[int]) -> None:
+    def _fill(self, batch: Batch, row: tuple[int, int], documents: list[int]) -> None:
         start = 0
         for segment, index in enumerate(documents, start=1):
             example = self.dataset[index]
             end = start + len(example.ids)
-            arrays["tokens"][row, start:end] = example.ids
-            arrays["targets"][row, start : end - 1] = example.ids[1:]
-            arrays["loss_weights"][row, start : end - 1] = example.weights[1:]
-            arrays["segment_ids"][row, start:end] = segment
-            arrays["positions"][row, start:end] = np.arange(end - start)
+            batch["tokens"][*row, start:end] = example.ids
+            batch["targets"][*row, start : end - 1] = example.ids[1:]
+            batch["loss_weights"][*row, start : end - 1] = example.weights[1:]
+            batch["segment_ids"][*row, start:end] = segment
+            batch["positions"][*row, start:end] = np.arange(end - start)
             start = end
 
 

@@ -103,18 +103,22 @@ def _read_csv(path: Path) -> Iterator[Row]:
 
 
 def _csv_rows(path: Path, reader: csv.DictReader) -> Iterator[Row]:
+    begin = 1
     try:
+        columns = reader.fieldnames or ()
+        begin = reader.line_num + 1
         for fields in reader:
             source = f"{path}:{reader.line_num}"
             if None in fields or None in fields.values():
                 raise DataError(
-                    f"{source}: the row has more or fewer cells than the header's {len(reader.fieldnames or ())} "
+                    f"{source}: the row has more or fewer cells than the header's {len(columns)} "
                     "columns; quote cells that hold commas or line ends"
                 )
             yield Row(dict(fields), source)
+            begin = reader.line_num + 1
     except csv.Error as error:
         raise DataError(
-            f"{path}:{reader.line_num}: not csv ({error}); quote cells that hold commas or quotes"
+            f"{path}:{begin}: the row that begins here is not csv ({error}); quote cells that hold commas or quotes"
         ) from error
 
 

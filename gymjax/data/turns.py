@@ -50,21 +50,23 @@ def from_sharegpt(turns: Any, row: Row, columns: Mapping[str, str], tags: Mappin
     return _finish(tuple(messages), row, columns)
 
 
-def from_openai(
-    turns: Any, row: Row, columns: Mapping[str, str], tags: Mapping[str, str], *, complete: bool = True
-) -> Conversation | Dropped:
-    """Read {messages: [{role, content, tool_calls?, train?, weight?}], tools?}.
-
-    Args:
-        complete: the turns must end with an answer; False reads the prompt half of a prompt and completion.
+def from_openai(turns: Any, row: Row, columns: Mapping[str, str], tags: Mapping[str, str]) -> Conversation | Dropped:
+    """Read {messages: [{role, content, tool_calls?, train?, weight?}], tools?}; a row without a last answer is dropped.
 
     Raises:
         DataError: a turn has a wrong type or an unknown role, or the last answer is empty.
     """
-    messages = _messages(turns, row, {**OPENAI_TAGS, **tags})
-    if not complete:
-        return Conversation(tuple(messages), row.source)
-    return _finish(tuple(messages), row, columns)
+    return _finish(tuple(_messages(turns, row, {**OPENAI_TAGS, **tags})), row, columns)
+
+
+def from_halves(prompt: Any, completion: Any, row: Row, columns: Mapping[str, str]) -> Conversation | Dropped:
+    """Read {prompt: [{role, content}], completion: [{role, content}]}: answers in the prompt are not trained.
+
+    Raises:
+        DataError: as from_openai.
+    """
+    asked = [Message(turn.role, turn.content, 0.0, turn.extra) for turn in _messages(prompt, row, OPENAI_TAGS)]
+    return _finish((*asked, *_messages(completion, row, OPENAI_TAGS)), row, columns)
 
 
 def read_tools(row: Row, column: str) -> tuple[Mapping[str, Any], ...] | None:
@@ -165,7 +167,8 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
         arguments = _parse_json(arguments, f"{where}: arguments of {function['name']}")
-    return {**call, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    name = {"id": call["id"]} if call.get("id") is not None else {}
+    return {**name, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
 def _list(value: Any, where: str) -> list[Any]:
