@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from gymjax.config import GenerateConfig
+from gymjax.data.chat import Encoder
 from gymjax.data.template import chat_template
 
 Messages = Sequence[Mapping[str, Any]]
@@ -27,27 +28,26 @@ def encode(
     Raises:
         ValueError: a prompt is empty, or the template refuses it; the message says which.
     """
-    chat = None
+    encoder = None
     ids = []
     for number, prompt in enumerate(prompts, start=1):
         if isinstance(prompt, str):
-            ids.append(tokenizer(prompt)["input_ids"])
+            ids.append(tokenizer(prompt, verbose=False)["input_ids"] if prompt else [])
         else:
-            chat = chat or chat_template(tokenizer, template)[0]
-            text = chat.render(_with_system(prompt, default_system, number), add_generation_prompt=True)
-            ids.append(tokenizer(text, add_special_tokens=False)["input_ids"])
-        if not prompt or not ids[-1]:
+            encoder = encoder or Encoder(
+                tokenizer, chat_template(tokenizer, template)[0], default_system=default_system
+            )
+            _check_turns(prompt, number)
+            ids.append(encoder.prompt(prompt) if prompt else [])
+        if not ids[-1]:
             raise ValueError(f"prompt {number} of {len(prompts)} is empty; give it at least one token")
     return ids
 
 
-def _with_system(messages: Messages, default_system: str | None, number: int) -> list[Mapping[str, Any]]:
+def _check_turns(messages: Messages, number: int) -> None:
     for turn in messages:
         if not isinstance(turn, Mapping) or not {"role", "content"} <= set(turn):
             raise ValueError(f"prompt {number}: a turn must have role and content, found {turn!r:.80}")
-    if default_system and messages and messages[0]["role"] != "system":
-        return [{"role": "system", "content": default_system}, *messages]
-    return list(messages)
 
 
 def stop_tokens(
