@@ -1,4 +1,4 @@
-"""A named shape of an operation, shared by tests and the bench."""
+"""A named shape of an operation, shared by tests and the bench, and what it is measured against."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,3 +28,16 @@ class Case:
     flops_fwd_bwd: float
     bytes_fwd_bwd: float
     wrt: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Other code that computes the same, timed in the same run.
+
+    Attributes:
+        call: takes what `prepare` returns, and the case's keyword arguments.
+        prepare: positional arguments -> positional arguments, done once and not timed.
+    """
+
+    call: Callable[..., Any]
+    prepare: Callable[..., tuple[Any, ...]] = lambda *args: args

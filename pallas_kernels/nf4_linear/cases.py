@@ -1,0 +1,60 @@
+"""Named shapes of the NF4 linear layer and its peers."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from pallas_kernels._case import Case, Peer
+from pallas_kernels.nf4_linear.api import NF4Weight, dequantize
+from pallas_kernels.nf4_linear.reference import NESTED_BLOCK, NF4_CODE, block_scales
+
+METRIC = "tflops"
+
+
+def random_weight(key: Array, shape: tuple[int, int], dtype: str = "bfloat16") -> NF4Weight:
+    """Return a double-quantized weight of random codes, each element about 1/sqrt(I) in size."""
+    size = shape[0] * shape[1]
+    blocks = -(-size // 64)
+    code_key, absmax_key, nested_key = jax.random.split(key, 3)
+    unit = shape[1] ** -0.5
+    return NF4Weight(
+        codes=jax.random.bits(code_key, (-(-size // 2),), jnp.uint8),
+        absmax=jax.random.bits(absmax_key, (blocks,), jnp.uint8),
+        nested_absmax=unit * jax.random.uniform(nested_key, (-(-blocks // NESTED_BLOCK),), minval=0.5, maxval=1.0),
+        offset=jnp.float32(2 * unit),
+        shape=shape,
+        dtype=dtype,
+    )
+
+
+def _case(name: str, rows: int, out: int, width: int) -> Case:
+    def args(key: Array) -> tuple[tuple[object, ...], dict[str, object]]:
+        x_key, w_key = jax.random.split(key)
+        return (jax.random.normal(x_key, (rows, width), jnp.bfloat16), random_weight(w_key, (out, width))), {}
+
+    product, moved = 2 * rows * width * out, 2 * rows * (width + out) + out * width * 0.516
+    return Case(name, args, product, moved, 2 * product, 2 * moved, wrt=(0,))
+
+
+TINY = (_case("tiny-M6-O16-I32", 6, 16, 32), _case("tiny-M5-O7-I9", 5, 7, 9))
+
+CASES = (
+    _case("M8192-O4096-I4096", 8192, 4096, 4096),
+    _case("M8192-O14336-I4096", 8192, 14336, 4096),
+    _case("M8192-O4096-I14336", 8192, 4096, 14336),
+    _case("M512-O14336-I4096", 512, 14336, 4096),
+)
+
+
+def _naive(x: Array, w: NF4Weight) -> Array:
+    """Dequantize by a chain of comparisons and let autodiff keep what it likes."""
+    nibbles = jnp.stack([w.codes >> 4, w.codes & 15], axis=-1).reshape(-1)[: w.shape[0] * w.shape[1]]
+    values = sum(jnp.where(nibbles == i, NF4_CODE[i], 0) for i in range(16))
+    scales = jnp.repeat(block_scales(w.absmax, w.nested_absmax, w.offset), w.block_size)[: nibbles.size]
+    return x @ (values * scales).astype(x.dtype).reshape(w.shape).T
+
+
+PEERS = {
+    "naive": Peer(_naive),
+    "bf16_matmul": Peer(lambda x, w: x @ w.T, prepare=lambda x, w: (x, dequantize(w, x.dtype))),
+}
