@@ -97,7 +97,7 @@ def test_no_piece_ends_inside_a_character_or_a_stop_text():
         (
             ["x" * 250],
             GREEDY,
-            "prompt 1 of 250 tokens + max_new_tokens 24 = 274 exceeds the model's 256 positions; set max_new_tokens to 6",
+            "250 tokens + max_new_tokens 24 = 274 exceeds the model's 256 positions; set max_new_tokens to 6 or",
         ),
         (["x" * 256], GREEDY, "shorten the prompt"),
         (["x"], dataclasses.replace(GREEDY, top_p=2.0), "top_p must be above 0"),

@@ -1,0 +1,28 @@
+"""`python -m gymjax.plot OUTPUT_DIR`: draws training_loss.png and training_eval_loss.png of a run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from gymjax.training.command import run
+from gymjax.training.plotting import plot_losses, read_history
+
+USAGE = """
+usage: python -m gymjax.plot OUTPUT_DIR
+
+Draws training_loss.png and, where the run was evaluated, training_eval_loss.png into OUTPUT_DIR, from the log_history
+of its trainer_state.json (of its newest checkpoint while the run goes on).
+"""
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Draws the curves of one output folder."""
+    if len(arguments) != 1:
+        raise ValueError(f"gymjax.plot takes one argument, the output folder of a run; got {len(arguments)}")
+    files = plot_losses(arguments[0], read_history(arguments[0]))
+    print("\n".join(f"wrote {path}" for path in files) or f"{arguments[0]}: nothing was logged yet, nothing to draw")
+
+
+if __name__ == "__main__":
+    sys.exit(run(main, lambda: USAGE, sys.argv[1:]))

@@ -1,0 +1,103 @@
+"""What every entry shares: its arguments, its help, and errors that fit on one line."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import gymjax
+import pallas_kernels
+from gymjax.config.sections import SECTIONS
+from gymjax.config.source import ConfigError, read_overrides
+
+HELP = ("-h", "--help")
+_OURS = tuple(str(Path(package.__file__).parent) + os.sep for package in (gymjax, pallas_kernels))
+_BAD_USE, _INTERRUPTED = 2, 130
+
+
+def split_arguments(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
+    """(configuration file or None, overrides): the file comes first, `key=value` after it."""
+    if arguments and not arguments[0].startswith("-") and "=" not in arguments[0]:
+        return arguments[0], list(arguments[1:])
+    return None, list(arguments)
+
+
+def take(arguments: Sequence[str], names: Collection[str]) -> tuple[dict[str, str], list[str]]:
+    """Separates an entry's own keys from those of the configuration.
+
+    Args:
+        arguments: overrides, without the configuration file.
+        names: the entry's own keys.
+
+    Returns:
+        ({own key: text}, the other overrides).
+
+    Raises:
+        ConfigError: an argument is no override, or an own key has no value.
+    """
+    own: dict[str, str] = {}
+    others = []
+    for entry in read_overrides(arguments):
+        if entry.key not in names:
+            others.append(f"{entry.key}={'' if entry.value is None else entry.value}")
+        elif entry.value is None:
+            raise ConfigError(f"command line: {entry.key} is empty; write {entry.key}=value")
+        else:
+            own[entry.key] = entry.value
+    return own, others
+
+
+def keys_text(sections: Sequence[str], own: dict[str, str] | None = None) -> str:
+    """The keys that an entry reads, one a line: its own with their meaning, the configuration's with their default."""
+    lines = [f"  {name:<28} {meaning}" for name, meaning in (own or {}).items()]
+    defaults = {section: SECTIONS[section]() for section in sections}
+    for section, values in defaults.items():
+        lines.append(f" {section}:")
+        lines += [f"  {f.name:<28} {_default(getattr(values, f.name))}" for f in fields(values)]
+    return "\n".join(lines)
+
+
+def _default(value: Any) -> str:
+    if isinstance(value, tuple):
+        return ", ".join(map(str, value)) or "-"
+    return {None: "-", "": "-", True: "true", False: "false"}.get(value if not isinstance(value, dict) else None, value)
+
+
+def run(main: Callable[[Sequence[str]], int | None], usage: Callable[[], str], arguments: Sequence[str]) -> int:
+    """Runs an entry as a command.
+
+    Mistakes in what the user gave (ValueError and the like that this project raises, files that cannot be read or
+    written) print one line; every other error keeps its traceback.
+
+    Args:
+        main: the entry; returns an exit status, None for success.
+        usage: text for --help.
+        arguments: of the command line.
+
+    Returns:
+        Exit status: main's; 2 after a mistake; 130 after Ctrl-C.
+    """
+    if any(argument in HELP for argument in arguments):
+        print(usage().strip())
+        return 0
+    try:
+        return main(arguments) or 0
+    except (ValueError, NotImplementedError, FloatingPointError, OSError) as error:
+        if not is_expected(error):
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return _BAD_USE
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return _INTERRUPTED
+
+
+def is_expected(error: Exception) -> bool:
+    """Whether an error was raised by this project's own lines, or is about a file."""
+    last = traceback.extract_tb(error.__traceback__)[-1].filename
+    return isinstance(error, OSError) or last.startswith(_OURS)
