@@ -22,19 +22,18 @@ install .venv gymjax --constraint constraints.txt --editable ".[test,dev]"
 smollm2 .venv
 
 # The interop tests run torch in an interpreter of its own, so that gymjax is tested without torch beside it.
-interop="not interop"
 if [ "$torch" = no ]; then
   say "interop tests are left out: --no-torch"
+  export GYMJAX_TORCH_PYTHON="none (--no-torch)"
 elif make_venv .venv-torch 11 && install .venv-torch torch --constraint constraints-torch.txt \
   torch transformers peft bitsandbytes safetensors accelerate gguf; then
-  interop=""
   export GYMJAX_TORCH_PYTHON=$PWD/.venv-torch/bin/python
 else
   echo "torch could not be installed (see above). Run again with --no-torch to leave the interop tests out." >&2
   exit 1
 fi
 if [ "$setup_only" = yes ]; then
-  say "set-up done: .venv$([ -z "$interop" ] && echo " and .venv-torch")"
+  say "set-up done"
   exit 0
 fi
 
@@ -54,7 +53,7 @@ workers=$(python -c 'import os; print(min(16, len(os.sched_getaffinity(0)) if ha
 
 say "tests, $workers at a time"
 status=0
-pytest -n "$workers" --dist worksteal -m "$interop" --durations 15 --cov --cov-report term --cov-fail-under 85 || status=$?
+pytest -n "$workers" --dist worksteal --durations 15 --cov --cov-report term --cov-fail-under 85 || status=$?
 if [ ${#failed[@]} -gt 0 ]; then
   echo "failed before the tests: ${failed[*]} (see above)" >&2
   status=1
