@@ -63,9 +63,11 @@ def keys_text(sections: Sequence[str], own: dict[str, str] | None = None) -> str
 
 
 def _default(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
     if isinstance(value, tuple):
         return ", ".join(map(str, value)) or "-"
-    return {None: "-", "": "-", True: "true", False: "false"}.get(value if not isinstance(value, dict) else None, value)
+    return "-" if value in (None, "", {}) else str(value)
 
 
 def run(main: Callable[[Sequence[str]], int | None], usage: Callable[[], str], arguments: Sequence[str]) -> int:

@@ -1,0 +1,139 @@
+"""`python -m gymjax.generate CONFIG.yaml prompt="..."`: answers prompts with a model, adapted or not."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from gymjax.checkpoint.files import replacing
+from gymjax.checkpoint.load import LoadedModel, load_tokenizer
+from gymjax.checkpoint.peft import load_adapter
+from gymjax.config import Config, ConfigError, GenerateConfig, load
+from gymjax.inference import Answer, generate
+from gymjax.inference.prompts import Prompt
+from gymjax.inference.questions import Question, read_questions
+from gymjax.training.command import keys_text, run, split_arguments, take
+from gymjax.training.compile import use_compile_cache
+from gymjax.training.setup import ATTENTION, load_model
+
+OWN = {
+    "prompt": "a text to answer",
+    "prompt_file": "json, jsonl, csv, parquet or txt of prompts; writes output_dir/generated_predictions.jsonl",
+    "raw": "true: continue the text as it is; default: ask it through the chat template, where there is one",
+}
+PREDICTIONS = "generated_predictions.jsonl"
+
+
+def load_adapted(config: Config) -> LoadedModel:
+    """The model that a config names: its base, its adapter where adapter_name_or_path is given, and its tokenizer.
+
+    The tokenizer, and with it the chat template, is the adapter folder's where it has one: the one trained with.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: files that are damaged or do not fit together.
+    """
+    use_compile_cache(config.train.compile_cache_dir)
+    loaded = load_model(config)
+    if config.model.adapter_name_or_path is None:
+        return loaded
+    folder = Path(config.model.adapter_name_or_path)
+    load_adapter(loaded.model, folder)
+    if (folder / "tokenizer.json").exists():
+        loaded = dataclasses.replace(loaded, tokenizer=load_tokenizer(folder))
+    return loaded
+
+
+def fitting(settings: GenerateConfig, config: Config, loaded: LoadedModel) -> GenerateConfig:
+    """Settings whose default max_new_tokens leaves a small model half of its positions for the prompt."""
+    half = loaded.model.cfg.max_positions // 2
+    if "max_new_tokens" in config.explicit or settings.max_new_tokens <= half:
+        return settings
+    return dataclasses.replace(settings, max_new_tokens=half)
+
+
+def answer_prompts(
+    loaded: LoadedModel, prompts: Sequence[Prompt], config: Config, *, raw: bool = False
+) -> list[Answer]:
+    """Answers prompts as a config says.
+
+    Args:
+        loaded: from `load_adapted`.
+        prompts: texts, or conversations ([{"role", "content"}]).
+        config: sampling, seed, template, default_system and attention are read.
+        raw: continue texts as they are instead of asking them through the chat template.
+    """
+    has_template = config.data.template is not None or bool(loaded.tokenizer.chat_template)
+    asked = has_template and not raw
+    return generate(
+        loaded.model,
+        loaded.tokenizer,
+        [[{"role": "user", "content": p}] if asked and isinstance(p, str) and p else p for p in prompts],
+        fitting(config.generate, config, loaded),
+        seed=config.train.seed,
+        template=config.data.template,
+        default_system=config.data.default_system,
+        generation_eos=loaded.generation_config.get("eos_token_id"),
+        batch_size=config.train.per_device_eval_batch_size,
+        attention=ATTENTION[config.model.flash_attn],
+    )
+
+
+def write_predictions(folder: Path | str, questions: Sequence[Question], answers: Sequence[Answer]) -> Path:
+    """Writes generated_predictions.jsonl, whole or not at all: {"prompt", "predict", "label"} a line."""
+    rows = [
+        {"prompt": question.prompt, "predict": answer.text, "label": question.label}
+        for question, answer in zip(questions, answers, strict=True)
+    ]
+    with replacing(Path(folder)) as temporary:
+        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        (temporary / PREDICTIONS).write_text(lines, encoding="utf-8")
+    return Path(folder) / PREDICTIONS
+
+
+def flag(own: dict[str, str], name: str) -> bool:
+    """A true/false key of an entry; false when it is not given.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    text = own.get(name, "false").lower()
+    if text not in ("true", "false"):
+        raise ConfigError(f"command line: {name} must be true or false, is {own[name]}")
+    return text == "true"
+
+
+def usage() -> str:
+    """Text of --help."""
+    return f"""
+usage: python -m gymjax.generate [CONFIG.yaml] [key=value ...] prompt="..." | prompt_file=FILE
+
+Answers one prompt, or all prompts of a file. Keys:
+{keys_text(("model", "generate"), OWN)}
+ data: template, default_system   train: seed, output_dir, per_device_eval_batch_size (prompts at a time), bf16, fp16
+"""
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Loads a model, answers, prints; with a file of prompts, writes the answers."""
+    path, overrides = split_arguments(arguments)
+    own, overrides = take(overrides, OWN)
+    if ("prompt" in own) == ("prompt_file" in own):
+        raise ConfigError('give either prompt="..." or prompt_file=FILE')
+    raw = flag(own, "raw")
+    config = load(path, overrides)
+    file = own.get("prompt_file")
+    questions = [Question(own["prompt"], "", "command line")] if file is None else read_questions(file)
+    loaded = load_adapted(config)
+    answers = answer_prompts(loaded, [question.prompt for question in questions], config, raw=raw)
+    if file is None:
+        print(answers[0].text)
+    else:
+        print(f"wrote {len(answers)} answers to {write_predictions(config.train.output_dir, questions, answers)}")
+
+
+if __name__ == "__main__":
+    sys.exit(run(main, usage, sys.argv[1:]))
