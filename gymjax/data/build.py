@@ -1,5 +1,6 @@
 """Read, split, mix, tokenize and cut rows: what prepare does when the cache has nothing."""
 
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from itertools import batched, islice
@@ -42,10 +43,14 @@ def build(
         DataError: a row is wrong, or no row is left.
     """
     report = DataReport()
-    groups, evaluation = split([_items(source, config, stage, seed) for source in sources], config.val_size, seed)
+    read = [_items(source, config, stage, seed) for source in sources]
+    groups, evaluation = split(read, config.val_size, seed)
     train = held = None
     if sources:
-        groups = [repeat(items, source.num_samples or 0) for items, source in zip(groups, sources)]
+        for index, source in enumerate(sources):
+            wanted = min(source.num_samples or 0, config.max_samples or sys.maxsize)
+            if wanted > len(read[index]):
+                groups[index] = repeat(groups[index], wanted)
         items = mix(groups, config.mix_strategy, parse_probs(config.interleave_probs), seed)
         train, report.train = _encode("dataset", items, encoder, stage, config.cutoff_len)
         report.notes += _notes(items, encoder)
@@ -98,7 +103,12 @@ def _encode(name: str, items: list[Item], encoder: Encoder, stage: str, cutoff_l
 
 
 def _cut(example: Example, cutoff_len: int, report: SplitReport) -> list[Example]:
-    """Cut a row's end to cutoff_len; a row with no trained token before it is dropped and reported."""
+    """Cut a row's end to cutoff_len; a row without a trained token is dropped and reported."""
+    if not np.any(example.weights[1:] > 0):
+        report.dropped.append(
+            Dropped(example.source, "no token is trained (train: false or weight: 0, or mask_history)")
+        )
+        return []
     if len(example.ids) <= cutoff_len:
         return [example]
     if not np.any(example.weights[1:cutoff_len] > 0):

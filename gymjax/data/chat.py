@@ -14,7 +14,6 @@ from jaxtyping import Float, Int
 from gymjax.data.conversation import Conversation, Message, RawText
 from gymjax.data.errors import DataError
 from gymjax.data.masks import (
-    GENERATION_REMEDY,
     Span,
     drop_after_closing,
     spans_by_marks,
@@ -155,12 +154,6 @@ class Encoder:
             raise DataError(
                 f"{row.source}: the text begins with two BOS tokens ({self.tokenizer.bos_token}); "
                 "the chat template writes one, remove the other from the template or from the row"
-            )
-        wanted = any(turn.weight > 0 for turn in self._weighted(row))
-        if wanted and not np.any(weights[1:] > 0):
-            raise DataError(
-                f"{row.source}: no token would be trained although the row has an answer; the chat template does "
-                f"not write assistant turns as expected; use the tokenizer's own template, {GENERATION_REMEDY}"
             )
         scored = weights[1:] if len(ids) and ids[0] == bos else weights
         others = any(turn.role != "assistant" for turn in row.messages)

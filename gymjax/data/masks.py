@@ -118,14 +118,19 @@ def drop_after_closing(inside: np.ndarray, offsets: np.ndarray, is_added: np.nda
     """Leave out the white space that a template writes after an answer's closing token: it is never generated.
 
     Raises:
-        DataError: no closing token ends the answer.
+        DataError: the answer has no token at all, or no closing token ends it.
     """
+    if not len(inside):
+        raise DataError(
+            "the chat template writes nothing for an assistant turn, so no token would be trained; use the "
+            f"tokenizer's own template, {GENERATION_REMEDY}"
+        )
     last = len(inside) - 1
     while last >= 0 and not is_added[inside[last]] and not text[slice(*offsets[inside[last]])].strip():
         last -= 1
     if last >= 0 and is_added[inside[last]]:
         return inside[: last + 1]
-    tail = text[: offsets[inside[-1]][1]][-30:] if len(inside) else ""
+    tail = text[: offsets[inside[-1]][1]][-30:]
     raise DataError(
         f"the end of an assistant turn is not trained (the trained text ends in {tail!r}), so the model would never "
         "stop; let the template end each answer with {{ eos_token }} or the model's end-of-turn token, inside the "

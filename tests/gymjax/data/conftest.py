@@ -114,7 +114,7 @@ def settings():
 
     def make(dataset, **changes):
         values = {
-            "dataset": str(dataset),
+            "dataset": dataset and str(dataset),
             "dataset_dir": "data",
             "eval_dataset": None,
             "template": None,
