@@ -108,15 +108,17 @@ class Encoder:
         if self.template is None:
             raise DataError(f"{row.source}: {NO_TEMPLATE}")
         messages = self._weighted(row)
-        _check_text(messages, row.source, self.template)
+        _check_text(messages, row, self.template)
         if self.train_on_prompt:
-            fields = [message.fields() for message in messages]
-            text = _at(row.source, self.template.render, fields, tools=row.tools)
-            return text, [(0, len(text), 1.0)]
-        if self.template.marks_generation:
-            return _at(row.source, spans_by_marks, self.template, messages, row.tools)
-        added = tuple(sorted(self._added.values(), key=len, reverse=True))
-        return _at(row.source, spans_by_prefix, self.template, messages, row.tools, added)
+            text = _at(row.source, self.template.render, [turn.fields() for turn in messages], tools=row.tools)
+            spans = [(0, len(text), 1.0)]
+        elif self.template.marks_generation:
+            text, spans = _at(row.source, spans_by_marks, self.template, messages, row.tools)
+        else:
+            added = tuple(sorted(self._added.values(), key=len, reverse=True))
+            text, spans = _at(row.source, spans_by_prefix, self.template, messages, row.tools, added)
+        _check_written(text, messages, row.source, self.template)
+        return text, spans
 
     def _weighted(self, row: Conversation) -> tuple[Message, ...]:
         messages = row.messages
@@ -173,12 +175,31 @@ def _at[**P, T](source: str, function: Callable[P, T], *args: P.args, **kwargs: 
         raise DataError(f"{source}: {error}") from error
 
 
-def _check_text(messages: Sequence[Message], source: str, template: ChatTemplate) -> None:
+def _check_text(messages: Sequence[Message], row: Conversation, template: ChatTemplate) -> None:
+    if row.tools and "tools" not in template.text:
+        raise DataError(
+            f"{row.source}: the row describes tools, but the chat template ({template.origin}) does not write them; "
+            "use a model or template with tool use, or drop the column"
+        )
     for number, turn in enumerate(messages, start=1):
         if OPEN_MARK in turn.content or CLOSE_MARK in turn.content:
-            raise DataError(f"{source}: turn {number} holds the noncharacter U+FDD0 or U+FDD1; remove it")
+            raise DataError(f"{row.source}: turn {number} holds the noncharacter U+FDD0 or U+FDD1; remove it")
         if turn.extra.get("tool_calls") and "tool_calls" not in template.text:
             raise DataError(
-                f"{source}: turn {number} calls a tool, but the chat template ({template.origin}) does not write "
+                f"{row.source}: turn {number} calls a tool, but the chat template ({template.origin}) does not write "
                 "tool_calls; use a model or template with tool use, or drop the row"
+            )
+
+
+def _check_written(text: str, messages: Sequence[Message], source: str, template: ChatTemplate) -> None:
+    """Raise where a template leaves a turn out, as those that expect lists of parts do with text.
+
+    Thoughts may be left out, and what tools answer may be quoted: the last words of the other turns must be there.
+    """
+    for number, turn in enumerate(messages, start=1):
+        last_words = turn.content.rsplit("</think>", 1)[-1].strip()[-16:]
+        if turn.role != "tool" and last_words not in text:
+            raise DataError(
+                f"{source}: the chat template ({template.origin}) does not write the text of turn {number} "
+                f"({turn.role}, ends in {last_words!r}); drop the turn, or give template: path.jinja that writes it"
             )

@@ -65,7 +65,8 @@ def spans_by_prefix(
         before = template.render(_fields(messages[:index]), tools=tools, add_generation_prompt=True)
         if not text.startswith(before):
             raise DataError(_prefix_message(template, index, text, before))
-        after = template.render(_fields(messages[: index + 1]), tools=tools)
+        whole = index + 1 == len(messages)
+        after = text if whole else template.render(_fields(messages[: index + 1]), tools=tools)
         end = len(after) if text.startswith(after) else _verbatim_end(text, len(before), turn.content, added)
         if end is None:
             raise DataError(_prefix_message(template, index, text, after))

@@ -270,6 +270,21 @@ def test_bad_tool_call_for_the_template(make_tokenizer):
     )
 
 
+def test_bad_tools_for_the_template(make_tokenizer):
+    row = Conversation(conversation("q", "a").messages, "d.jsonl:3", ({"name": "add"},))
+    assert "d.jsonl:3: the row describes tools, but the chat template" in error(make_tokenizer, "chatml", row)
+
+
+@pytest.mark.parametrize("flags", [{}, {"train_on_prompt": True}])
+def test_bad_template_that_leaves_a_turn_out(make_tokenizer, flags):
+    template = HEAD + "{% if message.role != 'system' %}" + TURN + "{% endif %}" + TAIL
+    message = error(make_tokenizer, template, conversation("q", "a", system="Be very brief."), **flags)
+    assert (
+        "d.jsonl:3: the chat template (the tokenizer's own) does not write the text of turn 1 (system, ends in"
+        in message
+    )
+
+
 def test_bad_noncharacter(make_tokenizer):
     assert "turn 1 holds the noncharacter" in error(make_tokenizer, "chatml", conversation("a\ufdd0b", "a"))
 
