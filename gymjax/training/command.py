@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import traceback
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
-import gymjax
-import pallas_kernels
 from gymjax.config.sections import SECTIONS
 from gymjax.config.source import ConfigError, read_overrides
 
 HELP = ("-h", "--help")
-_OURS = tuple(str(Path(package.__file__).parent) + os.sep for package in (gymjax, pallas_kernels))
+_OURS = ("gymjax", "pallas_kernels", "__main__")
 _BAD_USE, _INTERRUPTED = 2, 130
 
 
@@ -101,5 +97,6 @@ def run(main: Callable[[Sequence[str]], int | None], usage: Callable[[], str], a
 
 def is_expected(error: Exception) -> bool:
     """Whether an error was raised by this project's own lines, or is about a file."""
-    last = traceback.extract_tb(error.__traceback__)[-1].filename
-    return isinstance(error, OSError) or last.startswith(_OURS)
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    package = frame.f_globals.get("__name__", "").partition(".")[0]
+    return isinstance(error, OSError) or package in _OURS

@@ -59,15 +59,23 @@ def weight_sharding(mesh: Mesh, shape: tuple[int, ...], *, stacked: bool) -> Nam
     return NamedSharding(mesh, P(*spec))
 
 
+def place_weight(mesh: Mesh, path: tuple[str | int, ...], value):
+    """Puts one variable's value (an array or a quantized pytree) on the mesh; paths start with "stacks" in layers."""
+    stacked = path[0] == "stacks"
+    return jax.tree.map(
+        lambda leaf: jax.device_put(leaf, weight_sharding(mesh, np.shape(leaf), stacked=stacked)), value
+    )
+
+
 def shard_state(mesh: Mesh, state):
-    """Places a pytree of weights (or of optimizer moments, which have their weights' shapes) on the mesh.
+    """Places a pytree of weights, or of optimizer moments, which have their weights' shapes, on the mesh.
 
     A path that goes through "stacks" marks stacked layers.
     """
 
     def place(path, leaf):
         stacked = "stacks" in jax.tree_util.keystr(path)
-        return jax.device_put(leaf, weight_sharding(mesh, np.shape(leaf), stacked=stacked and np.ndim(leaf) > 0))
+        return jax.device_put(leaf, weight_sharding(mesh, np.shape(leaf), stacked=stacked))
 
     return jax.tree_util.tree_map_with_path(place, state)
 

@@ -50,6 +50,8 @@ class StepSettings:
         attention: flash-attention implementation, None for the fastest.
         neftune_alpha: scale of the noise on embeddings (arXiv 2310.05914); 0 turns it off.
         dropout: whether adapters drop inputs, so that keys are threaded only where they are used.
+        packed: whether rows hold several documents. Where they do not, causality alone keeps every token from the
+            padding at its right, and attention needs no segments.
     """
 
     seed: int
@@ -58,6 +60,7 @@ class StepSettings:
     attention: str | None = None
     neftune_alpha: float = 0.0
     dropout: bool = False
+    packed: bool = True
 
 
 def split_model(model: nnx.Module) -> tuple[nnx.GraphDef, nnx.State, nnx.State]:
@@ -91,7 +94,7 @@ def batch_loss(model, batch: Batch, settings: StepSettings, key: jax.Array | Non
     hidden_BTD = model.trunk(
         x_BTD,
         positions_BT=batch["positions"],
-        segment_ids_BT=batch["segment_ids"],
+        segment_ids_BT=batch["segment_ids"] if settings.packed else None,
         key=dropout_key if settings.dropout else None,
         remat="none" if key is None else settings.remat,
         attention=settings.attention,
@@ -126,7 +129,8 @@ def make_step(
 
     Returns:
         step(state, frozen, batch) -> (state, metrics); metrics are loss (mean per supervised token), grad_norm (before
-        clipping), tokens (not padding), supervised (weight of trained tokens).
+        clipping), tokens (not padding), supervised (weight of trained tokens), broken_step (see TrainState) and, with
+        fp16, loss_scale and skipped_steps.
     """
 
     def loss(params, frozen, microbatch, key, factor):
@@ -155,8 +159,11 @@ def make_step(
         norm = optax.global_norm(grads)
         finite = jnp.isfinite(value) & jnp.isfinite(norm)
         state = _update(state, grads, norm, finite, optimizer, settings.max_grad_norm)
-        tokens = jnp.sum(batch["segment_ids"] != 0)
-        return state, {"loss": value, "grad_norm": norm, "tokens": tokens, "supervised": supervised}
+        metrics = {"loss": value, "grad_norm": norm, "supervised": supervised, "broken_step": state.broken_step}
+        metrics["tokens"] = jnp.sum(batch["segment_ids"] != 0)
+        if state.loss_scale is not None:
+            metrics |= {"loss_scale": state.loss_scale.scale, "skipped_steps": state.loss_scale.skipped}
+        return state, metrics
 
     return step
 

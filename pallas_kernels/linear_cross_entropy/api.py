@@ -4,6 +4,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import _dispatch
@@ -85,12 +86,13 @@ def _check(x: Array, head: Array | NF4Weight, labels: Array, frozen_head: bool, 
 def _check_labels(labels: Array, vocabulary: int, ignore_index: int) -> None:
     if isinstance(labels, jax.core.Tracer):
         return
-    outside = (labels != ignore_index) & ((labels < 0) | (labels >= vocabulary))
-    if bool(jnp.any(outside)):
-        first = int(jnp.argmax(outside.reshape(-1)))
+    known = np.asarray(labels).reshape(-1)  # numpy, because jnp would trace even constants inside jit
+    outside = (known != ignore_index) & ((known < 0) | (known >= vocabulary))
+    if outside.any():
+        first = int(outside.argmax())
         raise ValueError(
             f"linear_cross_entropy: labels must be in [0, {vocabulary}) or {ignore_index}; "
-            f"got {int(labels.reshape(-1)[first])} at flat position {first}"
+            f"got {known[first]} at flat position {first}"
         )
 
 

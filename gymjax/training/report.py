@@ -1,0 +1,61 @@
+"""What a run says before it trains: what is trained, on what data, through which kernels, in how much memory."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+
+import pallas_kernels.flash_attention as flash
+from gymjax.config import describe
+from gymjax.models.names import hf_weights
+from gymjax.training.metrics import GIB, device_memory_gib
+from gymjax.training.setup import Run
+from gymjax.training.step import TrainState
+
+
+def tree_bytes(tree) -> int:
+    """Bytes of all arrays of a pytree, over all devices."""
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+
+
+def parameter_counts(run: Run, state: TrainState) -> tuple[int, int]:
+    """(all, trained) numbers of weights; packed weights count as what they stand for."""
+    trained = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+    base = sum(math.prod(weight.shape) for weight in hf_weights(run.model.cfg))
+    adapters = sum(lora.a.get_value().size + lora.b.get_value().size for lora in adapters_of(run.model))
+    return base + adapters, trained
+
+
+def explain_attention(run: Run, width: int) -> str:
+    """Which attention implementation the step runs for rows of `width` tokens."""
+    cfg = run.model.cfg
+    dtype = run.model.compute_dtype
+    q = jax.ShapeDtypeStruct((run.loader.rows, width, cfg.heads, cfg.head_dim), dtype)
+    k = jax.ShapeDtypeStruct((run.loader.rows, width, cfg.kv_heads, cfg.head_dim), dtype)
+    if run.settings.attention is not None:
+        return f"flash_attention: {run.settings.attention}, as flash_attn says"
+    return flash.explain(q, k)
+
+
+def before_training(run: Run, state: TrainState) -> list[str]:
+    """Lines to print before the first step."""
+    config, train = run.config, run.config.train
+    every, trained = parameter_counts(run, state)
+    rows = run.loader.rows * run.loader.accumulation
+    base, kept = tree_bytes(run.frozen), tree_bytes(state.params)
+    moments = tree_bytes(state.opt_state)
+    there_is = device_memory_gib()
+    lines = [describe(config), *config.notes, *run.prepared.report.lines()]
+    lines += [
+        f"model: {run.loaded.source}, {run.model.cfg.layers} layers, {every:,} parameters, {trained:,} trained"
+        f" ({trained / every:.2%})",
+        f"precision: {run.precision}, trained weights and optimizer state f32",
+        f"kernels: {explain_attention(run, run.loader.buckets[-1])}",
+        f"memory: frozen weights {base / GIB:.2f} GiB, trained {kept / GIB:.2f}, optimizer {moments / GIB:.2f}"
+        + (f"; a device has {there_is:.1f} GiB" if there_is else ""),
+        f"steps: {run.total_steps} of {rows} rows ({train.per_device_train_batch_size} a device x"
+        f" {run.loader.rows // train.per_device_train_batch_size} devices x {run.loader.accumulation} accumulated),"
+        f" {run.loader.steps_per_epoch} an epoch",
+    ]
+    return lines

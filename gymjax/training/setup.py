@@ -1,0 +1,174 @@
+"""From a config to everything a run needs: model, data, optimizer, mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+import jax
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+
+from gymjax.adapters.lora import LoraSpec, attach
+from gymjax.adapters.select import train_all, train_layers, train_modules
+from gymjax.checkpoint.load import LoadedModel, load_base
+from gymjax.checkpoint.peft import load_adapter
+from gymjax.config import AdapterConfig, Config
+from gymjax.data.loader import Loader
+from gymjax.data.prepare import Prepared, prepare
+from gymjax.dtypes import Precision, policy, resolve_precision
+from gymjax.models.decoder import Decoder
+from gymjax.optim.build import build
+from gymjax.training.evaluate import eval_loader
+from gymjax.training.mesh import batch_shards, make_mesh, place_weight, shard_state
+from gymjax.training.step import StepSettings, TrainState, init_state, split_model
+
+ATTENTION = {"auto": None, "fa": "mosaic_gpu", "cudnn": "cudnn", "disabled": "xla"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What stays the same over a whole run.
+
+    Attributes:
+        config: resolved.
+        precision: "bf16", "fp16" or "fp32".
+        loaded: base model as loaded, its tokenizer and config.json.
+        model: the decoder with what is trained attached; its trained arrays are the ones before step 0.
+        lora: adapter settings; None when base weights are trained.
+        prepared: tokenized data and its report.
+        loader: training batches.
+        eval_loader: evaluation batches, None without evaluation data.
+        mesh: devices.
+        graphdef: model structure.
+        frozen: frozen weights on the mesh.
+        optimizer: of the trained weights.
+        settings: of the step.
+        total_steps: updates of the whole run.
+    """
+
+    config: Config
+    precision: Precision
+    loaded: LoadedModel
+    model: Decoder
+    lora: LoraSpec | None
+    prepared: Prepared
+    loader: Loader
+    eval_loader: Loader | None
+    mesh: Mesh
+    graphdef: nnx.GraphDef
+    frozen: nnx.State
+    optimizer: optax.GradientTransformation
+    settings: StepSettings
+    total_steps: int
+
+
+def precision_of(config: Config) -> Precision:
+    """Precision of a run on this machine's devices."""
+    return resolve_precision(config.train.bf16, config.train.fp16, jax.default_backend() == "gpu")
+
+
+def load_model(config: Config, mesh: Mesh | None = None) -> LoadedModel:
+    """The base a config names, in the run's precision, packed when quantization_bit says so, spread over a mesh."""
+    return load_base(
+        config.model, policy(precision_of(config)), place=None if mesh is None else functools.partial(place_weight, mesh)
+    )
+
+
+def lora_spec(adapter: AdapterConfig) -> LoraSpec:
+    """Adapter settings of a config."""
+    return LoraSpec(
+        rank=adapter.lora_rank,
+        alpha=2.0 * adapter.lora_rank if adapter.lora_alpha is None else adapter.lora_alpha,
+        dropout=adapter.lora_dropout,
+        targets=adapter.lora_target,
+        use_rslora=adapter.use_rslora,
+        rank_pattern=adapter.lora_rank_pattern,
+        alpha_pattern=adapter.lora_alpha_pattern,
+    )
+
+
+def choose_trained(model: Decoder, config: Config) -> tuple[Decoder, LoraSpec | None]:
+    """Attaches adapters or marks base weights as trained, as finetuning_type says.
+
+    Returns:
+        (model, its adapter settings); the model is a new one when layers had to be re-stacked.
+    """
+    adapter = config.adapter
+    if adapter.finetuning_type == "full":
+        train_all(model)
+        return model, None
+    if adapter.finetuning_type == "freeze":
+        chosen = (adapter.freeze_trainable_layers, adapter.freeze_trainable_modules, adapter.freeze_extra_modules)
+        return train_layers(model, *chosen), None
+    if config.model.adapter_name_or_path:
+        return model, load_adapter(model, config.model.adapter_name_or_path)
+    spec = lora_spec(adapter)
+    attach(model, spec, key=jax.random.key(config.train.seed))
+    train_modules(model, adapter.additional_target, key="additional_target")
+    return model, spec
+
+
+def set_up(config: Config) -> tuple[Run, TrainState]:
+    """Loads and builds everything, in the order in which mistakes are cheapest to find.
+
+    Raises:
+        ValueError: data, model and config do not fit together; the message names the key or the row.
+    """
+    train = config.train
+    mesh = make_mesh(train.dp_size, train.fsdp_size)
+    precision = precision_of(config)
+    loaded = load_model(config, mesh)
+    prepared = prepare(config.data, loaded.tokenizer, stage=train.stage, seed=train.seed)
+    rows = train.per_device_train_batch_size * batch_shards(mesh)
+    loader = Loader(
+        prepared.train,
+        rows,
+        accumulation=train.gradient_accumulation_steps,
+        cutoff_len=config.data.cutoff_len,
+        packing=bool(config.data.packing),
+        seed=train.seed if train.data_seed is None else train.data_seed,
+        shuffle=not config.data.disable_shuffling,
+    )
+    model, lora = choose_trained(loaded.model, config)
+    total_steps = train.max_steps
+    if total_steps <= 0:
+        total_steps = math.ceil(train.num_train_epochs * loader.steps_per_epoch)
+    graphdef, params, frozen = split_model(model)
+    params, frozen = shard_state(mesh, params), shard_state(mesh, frozen)
+    optimizer = build(config.optim, total_steps, params, lora_plus_ratio=config.adapter.loraplus_lr_ratio)
+    state = init_state(params, optimizer, train.loss_scale if precision == "fp16" else None)
+    eval_rows = train.per_device_eval_batch_size * batch_shards(mesh)
+    evaluation = None if prepared.eval is None else eval_loader(prepared.eval, eval_rows, config.data.cutoff_len)
+    run = Run(
+        config=config,
+        precision=precision,
+        loaded=loaded,
+        model=model,
+        lora=lora,
+        prepared=prepared,
+        loader=loader,
+        eval_loader=evaluation,
+        mesh=mesh,
+        graphdef=graphdef,
+        frozen=frozen,
+        optimizer=optimizer,
+        settings=step_settings(config, dropout=lora is not None and lora.dropout > 0),
+        total_steps=total_steps,
+    )
+    return run, shard_state(mesh, state)
+
+
+def step_settings(config: Config, *, dropout: bool) -> StepSettings:
+    """What of the config the step depends on."""
+    return StepSettings(
+        seed=config.train.seed,
+        max_grad_norm=config.optim.max_grad_norm,
+        remat=config.train.gradient_checkpointing,
+        attention=ATTENTION[config.model.flash_attn],
+        neftune_alpha=config.train.neftune_noise_alpha or 0.0,
+        dropout=dropout,
+        packed=bool(config.data.packing),
+    )

@@ -1,0 +1,150 @@
+"""Fine-tuning as one function: set up, resume, train, evaluate, write the output folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import time
+from pathlib import Path
+
+from flax import nnx
+
+from gymjax.checkpoint.train_state import Checkpoints
+from gymjax.config import Config, check_output_dir, check_trainable
+from gymjax.training.compile import use_compile_cache
+from gymjax.training.interrupt import stop_requests
+from gymjax.training.logs import RunLog
+from gymjax.training.loop import Progress, run_steps
+from gymjax.training.outputs import clear_output, model_with, save_weights, write_config, write_results
+from gymjax.training.plotting import plot_losses
+from gymjax.training.report import before_training
+from gymjax.training.setup import Run, set_up
+from gymjax.training.step import TrainState
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainResult:
+    """What training returns to a notebook.
+
+    Attributes:
+        metrics: as in all_results.json.
+        history: entries of trainer_state.json's log_history.
+        model: the decoder with its trained weights.
+        run: what was set up: tokenizer, data, mesh, frozen weights.
+        state: after the last step.
+        interrupted: whether a stop request ended the run early; the same config resumes it.
+    """
+
+    metrics: dict[str, float]
+    history: list[dict[str, float]]
+    model: nnx.Module
+    run: Run
+    state: TrainState
+    interrupted: bool
+
+
+def train(config: Config) -> TrainResult:
+    """Runs a whole training: everything that `python -m gymjax.train` does.
+
+    Raises:
+        ValueError: config, data, model or checkpoint do not fit; the message names what and the remedy.
+        FloatingPointError: the loss or a gradient was not finite.
+        OSError: the disk is full; the last checkpoint is intact.
+    """
+    check_trainable(config)
+    check_output_dir(config)
+    use_compile_cache(config.train.compile_cache_dir)
+    run, state = set_up(config)
+    folder = Path(config.train.output_dir)
+    checkpoints = Checkpoints(folder, config.train.save_total_limit)
+    state, progress, history, resumed = resume(run, state, checkpoints)
+    start = int(state.step)
+    if not start:
+        clear_output(folder)
+    write_config(folder, config)
+    log = RunLog(
+        folder,
+        total_steps=run.total_steps,
+        start_step=start,
+        history=history,
+        tensorboard=config.train.report_to == "tensorboard",
+        quiet=config.train.disable_tqdm,
+    )
+    started = time.perf_counter()
+    try:
+        for line in [*before_training(run, state), *resumed]:
+            log.say(line)
+        with stop_requests() as stop:
+            state, interrupted = run_steps(run, state, progress, log, checkpoints, stop)
+        checkpoints.wait()
+        if not interrupted and config.train.load_best_model_at_end and progress.best.step:
+            state = _restore_best(run, state, progress, checkpoints, log)
+    finally:
+        log.close()
+        checkpoints.close()
+    metrics = _summary(run, progress, log.history, int(state.step) - start, time.perf_counter() - started)
+    if not interrupted:
+        save_weights(run, state.params, folder)
+    write_results(folder, metrics, log.history, {"global_step": int(state.step), "max_steps": run.total_steps})
+    if config.train.plot_loss:
+        plot_losses(folder, log.history)
+    return TrainResult(metrics, log.history, model_with(run, state.params), run, state, interrupted)
+
+
+def resume(
+    run: Run, state: TrainState, checkpoints: Checkpoints
+) -> tuple[TrainState, Progress, list[dict], list[str]]:
+    """Continues from the checkpoint that the config asks for, or from the newest one of the output folder.
+
+    Returns:
+        (state, progress, log history, lines to print).
+
+    Raises:
+        ValueError: the checkpoint is damaged or belongs to other data, model or settings.
+        FileNotFoundError: the named checkpoint is not there.
+    """
+    wanted = run.config.train.resume_from_checkpoint
+    source, step = checkpoints, checkpoints.latest()
+    if isinstance(wanted, str):
+        path = Path(wanted).absolute()
+        name = re.fullmatch(r"checkpoint-(\d+)", path.name)
+        if name is None:
+            raise ValueError(f"resume_from_checkpoint: {wanted} is not named checkpoint-<step>")
+        source, step = Checkpoints(path.parent), int(name[1])
+    if step is None or wanted is False or (wanted is None and run.config.train.overwrite_output_dir):
+        return state, Progress(), [], []
+    state, meta = source.restore(step, state)
+    if meta["data"] != run.prepared.train.fingerprint():
+        raise ValueError(
+            f"{source.folder(step)} was trained on other data (or another template, tokenizer, cutoff_len or seed) than "
+            f"dataset: {', '.join(run.config.data.dataset)} now gives; resume with the same data, or start in another "
+            "output_dir"
+        )
+    return state, Progress.restored(meta["progress"]), meta["log_history"], [f"resumed from {source.folder(step)}"]
+
+
+def _restore_best(
+    run: Run, state: TrainState, progress: Progress, checkpoints: Checkpoints, log: RunLog
+) -> TrainState:
+    best, _ = checkpoints.restore(progress.best.step, state)
+    log.say(f"loaded the best weights: checkpoint-{progress.best.step}, eval_loss {progress.best.loss:.4f}")
+    return dataclasses.replace(state, params=best.params)
+
+
+def _summary(run: Run, progress: Progress, history: list[dict], steps: int, seconds: float) -> dict[str, float]:
+    """Entries of all_results.json, in transformers' names."""
+    rows = run.loader.rows * run.loader.accumulation
+    losses = [entry["loss"] for entry in history if "loss" in entry]
+    evaluations = [entry for entry in history if "eval_loss" in entry]
+    metrics = {
+        "epoch": history[-1]["epoch"] if history else 0.0,
+        "train_loss": sum(losses) / max(1, len(losses)),
+        "train_runtime": round(seconds, 4),
+        "train_samples_per_second": round(steps * rows / seconds, 3),
+        "train_steps_per_second": round(steps / seconds, 3),
+        "num_input_tokens_seen": progress.total_tokens,
+        "total_flos": progress.total_flops,
+    }
+    if evaluations:
+        metrics |= {"eval_loss": evaluations[-1]["eval_loss"], "perplexity": evaluations[-1]["perplexity"]}
+    return metrics
