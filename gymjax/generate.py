@@ -10,12 +10,13 @@ from pathlib import Path
 
 from gymjax.checkpoint.files import replacing
 from gymjax.checkpoint.load import LoadedModel, load_tokenizer
+from gymjax.checkpoint.peft import CONFIG as ADAPTER_CONFIG
 from gymjax.checkpoint.peft import load_adapter
 from gymjax.config import Config, ConfigError, GenerateConfig, load
 from gymjax.inference import Answer, generate
 from gymjax.inference.prompts import Prompt
 from gymjax.inference.questions import Question, read_questions
-from gymjax.training.command import keys_text, run, split_arguments, take
+from gymjax.training.command import flag, keys_text, run, split_arguments, take
 from gymjax.training.compile import use_compile_cache
 from gymjax.training.setup import ATTENTION, load_model
 
@@ -39,6 +40,10 @@ def load_adapted(config: Config) -> LoadedModel:
     use_compile_cache(config.train.compile_cache_dir)
     loaded = load_model(config)
     if config.model.adapter_name_or_path is None:
+        trained = Path(config.train.output_dir)
+        if "output_dir" in config.explicit and (trained / ADAPTER_CONFIG).exists():
+            note = f"the base model answers; adapter_name_or_path={trained} uses the adapter trained there"
+            print(f"note: {note}", file=sys.stderr)
         return loaded
     folder = Path(config.model.adapter_name_or_path)
     load_adapter(loaded.model, folder)
@@ -92,18 +97,6 @@ def write_predictions(folder: Path | str, questions: Sequence[Question], answers
         lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         (temporary / PREDICTIONS).write_text(lines, encoding="utf-8")
     return Path(folder) / PREDICTIONS
-
-
-def flag(own: dict[str, str], name: str) -> bool:
-    """A true/false key of an entry; false when it is not given.
-
-    Raises:
-        ConfigError: it is neither.
-    """
-    text = own.get(name, "false").lower()
-    if text not in ("true", "false"):
-        raise ConfigError(f"command line: {name} must be true or false, is {own[name]}")
-    return text == "true"
 
 
 def usage() -> str:

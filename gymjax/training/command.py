@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -46,6 +46,18 @@ def take(arguments: Sequence[str], names: Collection[str]) -> tuple[dict[str, st
         else:
             own[entry.key] = entry.value
     return own, others
+
+
+def flag(own: Mapping[str, str], name: str, *, default: bool = False) -> bool:
+    """A true/false key of an entry.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    text = own.get(name, str(default)).lower()
+    if text not in ("true", "false"):
+        raise ConfigError(f"command line: {name} must be true or false, is {own[name]}")
+    return text == "true"
 
 
 def keys_text(sections: Sequence[str], own: dict[str, str] | None = None) -> str:
