@@ -6,16 +6,36 @@ import sys
 from collections.abc import Sequence
 
 from gymjax.config import load
+from gymjax.training.command import keys_text, run, split_arguments
 from gymjax.training.mesh import start_processes
-from gymjax.training.train import TrainResult, train
+from gymjax.training.train import train
 
 
-def main(arguments: Sequence[str]) -> TrainResult:
+def usage() -> str:
+    """Text of --help."""
+    return f"""
+usage: python -m gymjax.train CONFIG.yaml [key=value ...]
+
+Fine-tunes a model and leaves weights, logs and plots in output_dir. Stopped by Ctrl-C or SIGTERM it saves a checkpoint
+and ends; the same command goes on from there. Keys and their defaults:
+{keys_text(("model", "data", "adapter", "optim", "train"))}
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
     """Loads the config, trains, and says what was left where."""
     config = load(*split_arguments(arguments))
     start_processes()
-    return train(config)
+    result = train(config)
+    folder = config.train.output_dir
+    if result.interrupted:
+        print(f"stopped after step {int(result.state.step)}; the same command resumes from {folder}")
+        return 130
+    for name, value in result.metrics.items():
+        print(f"{name}: {value:,.6g}")
+    print(f"weights, logs and results are in {folder}")
+    return 0
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(run(main, usage, sys.argv[1:]))

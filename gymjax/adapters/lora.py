@@ -174,11 +174,15 @@ def _check_names(spec: LoraSpec, names: list[str]) -> None:
                 raise ValueError(f"lora_{field}: {pattern!r} matches no targeted layer; known: {', '.join(known)}")
 
 
+def adapters(model: Decoder) -> Iterator[Lora]:
+    """Every filled slot of the model, stacked layers as one."""
+    return (layer.adapter for layer, _ in linears(model) if layer.adapter is not None)
+
+
 def lora_modules(model: Decoder) -> Iterator[tuple[Lora, LoraRow]]:
     """Every adapted module of the model, layer by layer of each stacked projection."""
-    for layer, _ in linears(model):
-        if layer.adapter is not None:
-            yield from ((layer.adapter, row) for row in layer.adapter.rows if row.rank)
+    for lora in adapters(model):
+        yield from ((lora, row) for row in lora.rows if row.rank)
 
 
 def row_weights(lora: Lora, row: LoraRow) -> tuple[Array, Array, Array]:

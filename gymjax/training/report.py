@@ -7,7 +7,7 @@ import math
 import jax
 
 import pallas_kernels.flash_attention as flash
-from gymjax.config import describe
+from gymjax.adapters.lora import adapters
 from gymjax.models.names import hf_weights
 from gymjax.training.metrics import GIB, device_memory_gib
 from gymjax.training.setup import Run
@@ -23,8 +23,8 @@ def parameter_counts(run: Run, state: TrainState) -> tuple[int, int]:
     """(all, trained) numbers of weights; packed weights count as what they stand for."""
     trained = sum(leaf.size for leaf in jax.tree.leaves(state.params))
     base = sum(math.prod(weight.shape) for weight in hf_weights(run.model.cfg))
-    adapters = sum(lora.a.get_value().size + lora.b.get_value().size for lora in adapters_of(run.model))
-    return base + adapters, trained
+    added = sum(lora.a.get_value().size + lora.b.get_value().size for lora in adapters(run.model))
+    return base + added, trained
 
 
 def explain_attention(run: Run, width: int) -> str:
@@ -40,14 +40,14 @@ def explain_attention(run: Run, width: int) -> str:
 
 def before_training(run: Run, state: TrainState) -> list[str]:
     """Lines to print before the first step."""
-    config, train = run.config, run.config.train
+    train = run.config.train
     every, trained = parameter_counts(run, state)
     rows = run.loader.rows * run.loader.accumulation
     base, kept = tree_bytes(run.frozen), tree_bytes(state.params)
     moments = tree_bytes(state.opt_state)
     there_is = device_memory_gib()
-    lines = [describe(config), *config.notes, *run.prepared.report.lines()]
-    lines += [
+    return [
+        *run.prepared.report.lines(),
         f"model: {run.loaded.source}, {run.model.cfg.layers} layers, {every:,} parameters, {trained:,} trained"
         f" ({trained / every:.2%})",
         f"precision: {run.precision}, trained weights and optimizer state f32",
@@ -58,4 +58,3 @@ def before_training(run: Run, state: TrainState) -> list[str]:
         f" {run.loader.rows // train.per_device_train_batch_size} devices x {run.loader.accumulation} accumulated),"
         f" {run.loader.steps_per_epoch} an epoch",
     ]
-    return lines

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from pathlib import Path
 
 import jax
 import optax
@@ -77,6 +78,12 @@ def load_model(config: Config, mesh: Mesh | None = None) -> LoadedModel:
     )
 
 
+def prepare_data(config: Config, tokenizer) -> Prepared:
+    """Tokenized data of a config; kept in tokenized_path, by default in ~/.cache/gymjax/tokenized."""
+    cache = config.data.tokenized_path or Path.home() / ".cache" / "gymjax" / "tokenized"
+    return prepare(config.data, tokenizer, stage=config.train.stage, seed=config.train.seed, cache_dir=cache)
+
+
 def lora_spec(adapter: AdapterConfig) -> LoraSpec:
     """Adapter settings of a config."""
     return LoraSpec(
@@ -121,14 +128,14 @@ def set_up(config: Config) -> tuple[Run, TrainState]:
     mesh = make_mesh(train.dp_size, train.fsdp_size)
     precision = precision_of(config)
     loaded = load_model(config, mesh)
-    prepared = prepare(config.data, loaded.tokenizer, stage=train.stage, seed=train.seed)
+    prepared = prepare_data(config, loaded.tokenizer)
     rows = train.per_device_train_batch_size * batch_shards(mesh)
     loader = Loader(
         prepared.train,
         rows,
         accumulation=train.gradient_accumulation_steps,
         cutoff_len=config.data.cutoff_len,
-        packing=bool(config.data.packing),
+        packing=prepared.packing,
         seed=train.seed if train.data_seed is None else train.data_seed,
         shuffle=not config.data.disable_shuffling,
     )
@@ -155,13 +162,13 @@ def set_up(config: Config) -> tuple[Run, TrainState]:
         graphdef=graphdef,
         frozen=frozen,
         optimizer=optimizer,
-        settings=step_settings(config, dropout=lora is not None and lora.dropout > 0),
+        settings=step_settings(config, dropout=lora is not None and lora.dropout > 0, packed=prepared.packing),
         total_steps=total_steps,
     )
     return run, shard_state(mesh, state)
 
 
-def step_settings(config: Config, *, dropout: bool) -> StepSettings:
+def step_settings(config: Config, *, dropout: bool, packed: bool) -> StepSettings:
     """What of the config the step depends on."""
     return StepSettings(
         seed=config.train.seed,
@@ -170,5 +177,5 @@ def step_settings(config: Config, *, dropout: bool) -> StepSettings:
         attention=ATTENTION[config.model.flash_attn],
         neftune_alpha=config.train.neftune_noise_alpha or 0.0,
         dropout=dropout,
-        packed=bool(config.data.packing),
+        packed=packed,
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 from flax import nnx
 
 from gymjax.checkpoint.train_state import Checkpoints
-from gymjax.config import Config, check_output_dir, check_trainable
+from gymjax.config import Config, check_output_dir, check_trainable, describe
 from gymjax.training.compile import use_compile_cache
 from gymjax.training.interrupt import stop_requests
 from gymjax.training.logs import RunLog
@@ -54,6 +54,8 @@ def train(config: Config) -> TrainResult:
     check_trainable(config)
     check_output_dir(config)
     use_compile_cache(config.train.compile_cache_dir)
+    for line in [describe(config), *config.notes]:
+        print(line)
     run, state = set_up(config)
     folder = Path(config.train.output_dir)
     checkpoints = Checkpoints(folder, config.train.save_total_limit)
