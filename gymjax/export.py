@@ -1,4 +1,4 @@
-"""`python -m gymjax.export CONFIG.yaml export_dir=DIR`: a model folder with the adapter merged in, or the adapter alone."""
+"""`python -m gymjax.export CONFIG.yaml export_dir=DIR`: a model folder with the adapter merged in, or the adapter."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def load_merged(config: Config, adapter: Path | None) -> LoadedModel:
     """The base in the dtype it is stored in, on the host, with an adapter added in f32 and rounded once.
 
     Args:
-        config: model_name_or_path and cache_dir are read; quantization_bit is not: a merge goes into the 16-bit weights.
-            A base that only exists in NF4 is dequantized first.
+        config: model_name_or_path and cache_dir are read; quantization_bit is not, as a merge goes into the 16-bit
+            weights. A base that only exists in NF4 is dequantized first.
         adapter: PEFT folder; None leaves the base as it is.
 
     Raises:
@@ -134,8 +134,8 @@ def usage() -> str:
 usage: python -m gymjax.export [CONFIG.yaml] export_dir=DIR [key=value ...]
 
 Merges an adapter into its base in f32 and writes a folder that transformers loads. The adapter is adapter_name_or_path
-(an output folder or a checkpoint-<step>), or else the one in output_dir; without one the base is written as it is, which
-turns a GGUF file into a folder. Keys:
+(an output folder or a checkpoint-<step>), or else the one in output_dir; without one the base is written as it is,
+which turns a GGUF file into a folder. Keys:
 {keys_text(("model", "export"), OWN)}
 """
 

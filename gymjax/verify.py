@@ -1,0 +1,238 @@
+"""`python -m gymjax.verify CONFIG.yaml`: logits against transformers and PEFT, merged weights against adapters."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Float, Int
+from rich.console import Console
+from rich.table import Table
+
+from gymjax.adapters.lora import merge
+from gymjax.checkpoint.load import load_base, locate
+from gymjax.checkpoint.peft import load_adapter
+from gymjax.config import Config, ConfigError, load
+from gymjax.dtypes import policy
+from gymjax.export import adapter_folder
+from gymjax.models.decoder import Decoder
+from gymjax.training.command import flag, keys_text, run, split_arguments, take
+
+OWN = {
+    "torch": "true (default): compare with transformers and PEFT in a separate Python; false: only merged with adapter",
+    "tolerance": "largest difference over largest logit that passes (default 1e-4: f32 sums in another order)",
+    "tokens": "length of the two random rows that are compared (default 64)",
+}
+PYTHON = "GYMJAX_TORCH_PYTHON"
+_TORCH_SCRIPT = """
+import json, sys
+import numpy, torch
+from transformers import AutoModelForCausalLM
+request = json.loads(sys.argv[1])
+options = {"dtype": torch.float32, "local_files_only": True}
+options |= {"gguf_file": request["gguf"]} if request["gguf"] else {"use_safetensors": True}
+model = AutoModelForCausalLM.from_pretrained(request["folder"], **options)
+if request["adapter"]:
+    from peft import PeftModel
+    model = PeftModel.from_pretrained(model, request["adapter"])
+tokens = torch.from_numpy(numpy.load(request["tokens"])).long()
+with torch.no_grad():
+    numpy.save(request["logits"], model.eval()(tokens).logits.float().numpy())
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """How far two computations of the same logits are apart.
+
+    Attributes:
+        name: what was compared with what.
+        max_difference: largest absolute difference.
+        max_logit: largest absolute logit.
+        agreement: share of positions whose likeliest token is the same.
+        passed: whether the difference is within the tolerance; None where it is only reported.
+    """
+
+    name: str
+    max_difference: float
+    max_logit: float
+    agreement: float
+    passed: bool | None
+
+
+def compare(
+    name: str, ours: Float[np.ndarray, "B T V"], theirs: Float[np.ndarray, "B T V"], tolerance: float | None
+) -> Comparison:
+    """Compares logits; tolerance None only reports.
+
+    Raises:
+        ValueError: the shapes differ.
+    """
+    if ours.shape != theirs.shape:
+        raise ValueError(f"{name}: logits must have one shape, are {ours.shape} and {theirs.shape}")
+    difference, largest = float(np.abs(ours - theirs).max()), float(np.abs(theirs).max())
+    agreement = float((ours.argmax(-1) == theirs.argmax(-1)).mean())
+    passed = None if tolerance is None else bool(difference <= tolerance * max(largest, 1.0))
+    return Comparison(name, difference, largest, agreement, passed)
+
+
+def logits(model: Decoder, tokens: Int[np.ndarray, "B T"]) -> Float[np.ndarray, "B T V"]:
+    """A model's logits at every position, on the host."""
+    graphdef, state = nnx.split(model)
+
+    @jax.jit
+    def forward(state: nnx.State, tokens):
+        model = nnx.merge(graphdef, state)
+        return model.logits(model(tokens))
+
+    with jax.default_matmul_precision("highest"):
+        return np.asarray(forward(state, tokens))
+
+
+def verify(config: Config, *, torch: bool = True, tolerance: float = 1e-4, tokens: int = 64) -> list[Comparison]:
+    """Compares what can be compared for a config, in f32, on two rows of random tokens.
+
+    Args:
+        config: the model section, and export_dtype; the adapter is the one that `export` would merge.
+        torch: compare with transformers (and PEFT, with an adapter) too.
+        tolerance: largest difference over largest logit.
+        tokens: length of the rows.
+
+    Raises:
+        ConfigError: neither torch nor an adapter: nothing to compare.
+        FileNotFoundError: a file, or the interpreter with torch, is missing.
+    """
+    adapter = adapter_folder(config)
+    if not torch and adapter is None:
+        raise ConfigError("torch=false and no adapter: nothing to compare; give adapter_name_or_path")
+    python = torch_python() if torch else None
+    path = locate(config.model.model_name_or_path, config.model.cache_dir)
+    model = load_base(dataclasses.replace(config.model, quantization_bit=None), policy("fp32")).model
+    length = min(tokens, model.cfg.max_positions)
+    rows = np.random.default_rng(0).integers(0, model.cfg.vocab_size, (2, length), dtype=np.int32)
+    found = []
+    if python is not None:
+        theirs = torch_logits(python, path, rows)
+        found.append(compare("base: gymjax and transformers", logits(model, rows), theirs, tolerance))
+    if adapter is not None:
+        load_adapter(model, adapter)
+        adapted = logits(model, rows)
+        if python is not None:
+            theirs = torch_logits(python, path, rows, adapter)
+            found.append(compare("adapter: gymjax and PEFT", adapted, theirs, tolerance))
+        found += _merged(config, model, adapter, adapted, rows, tolerance)
+    return found
+
+
+def _merged(config: Config, model: Decoder, adapter: Path, adapted, rows, tolerance: float) -> list[Comparison]:
+    """The merged model against the adapter; with a quantized base also against the adapter over that."""
+    merge(model)
+    merged = logits(model, rows)
+    found = [compare("merged in f32, and the adapter", merged, adapted, tolerance)]
+    dtype = jnp.dtype(config.export.export_dtype or "bfloat16")
+    rounded = jax.tree.map(lambda leaf: leaf.astype(dtype).astype(leaf.dtype), nnx.state(model))
+    nnx.update(model, rounded)
+    merged = logits(model, rows)
+    found.append(compare(f"merged and rounded to {dtype.name}, and the adapter", merged, adapted, None))
+    if config.model.quantization_bit:
+        packed = load_base(config.model, policy("fp32")).model
+        load_adapter(packed, adapter)
+        name = f"merged and rounded to {dtype.name}, and the adapter over the 4-bit base"
+        found.append(compare(name, merged, logits(packed, rows), None))
+    return found
+
+
+def torch_python() -> str:
+    """Interpreter with torch and transformers: $GYMJAX_TORCH_PYTHON, .venv-torch, or this one.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    named = os.environ.get(PYTHON)
+    local = Path(".venv-torch/bin/python")
+    if named or local.is_file():
+        python = Path(named or local)
+        if not python.is_file():
+            raise FileNotFoundError(f"{PYTHON}: {python} does not exist; give a Python that has torch and transformers")
+        return str(python)
+    if importlib.util.find_spec("torch") is not None:
+        return sys.executable
+    raise FileNotFoundError(
+        f"verify needs a Python that has torch and transformers: set {PYTHON} to it, make .venv-torch with "
+        "`bash scripts/test.sh --setup-only`, or give torch=false to compare only merged weights with the adapter"
+    )
+
+
+def torch_logits(
+    python: str, path: Path, tokens: Int[np.ndarray, "B T"], adapter: Path | None = None
+) -> Float[np.ndarray, "B T V"]:
+    """Logits of transformers (and PEFT) in f32, computed by another interpreter.
+
+    Raises:
+        ValueError: that interpreter failed; the message has its last line.
+    """
+    folder, gguf = (path.parent, path.name) if path.suffix == ".gguf" else (path, None)
+    with tempfile.TemporaryDirectory() as temporary:
+        files = {name: str(Path(temporary) / f"{name}.npy") for name in ("tokens", "logits")}
+        np.save(files["tokens"], tokens)
+        request = {"folder": str(folder), "gguf": gguf, "adapter": adapter and str(adapter), **files}
+        environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+        ended = subprocess.run(
+            [python, "-c", _TORCH_SCRIPT, json.dumps(request)], capture_output=True, text=True, env=environment
+        )
+        if ended.returncode:
+            lines = ended.stderr.strip().splitlines() or [f"exit status {ended.returncode}"]
+            raise ValueError(f"{python} could not compute transformers' logits of {path}: {lines[-1]}")
+        return np.load(files["logits"])
+
+
+def report(found: Sequence[Comparison]) -> Table:
+    """A table of comparisons."""
+    table = Table("compared", "max difference", "max logit", "same argmax", "", box=None, pad_edge=False)
+    verdict = {True: "passed", False: "FAILED", None: "reported only"}
+    for row in found:
+        numbers = (f"{row.max_difference:.3g}", f"{row.max_logit:.3g}", f"{row.agreement:.2%}")
+        table.add_row(row.name, *numbers, verdict[row.passed])
+    return table
+
+
+def usage() -> str:
+    """Text of --help."""
+    return f"""
+usage: python -m gymjax.verify [CONFIG.yaml] [key=value ...]
+
+Compares logits in f32: the base with transformers, the adapter with PEFT, the merged weights with the adapter. Exit
+status 1 when one is beyond the tolerance. Keys:
+{keys_text(("model",), OWN)}
+ train: output_dir (its adapter, where adapter_name_or_path is not given)   export: export_dtype
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Compares and prints a table; 1 when a comparison failed."""
+    path, overrides = split_arguments(arguments)
+    own, overrides = take(overrides, OWN)
+    try:
+        tolerance, tokens = float(own.get("tolerance", "1e-4")), int(own.get("tokens", "64"))
+    except ValueError as error:
+        raise ConfigError(f"command line: tolerance and tokens must be numbers ({error})") from None
+    if tolerance <= 0 or tokens < 1:
+        raise ConfigError(f"command line: tolerance and tokens must be above 0, are {tolerance:g} and {tokens}")
+    found = verify(load(path, overrides), torch=flag(own, "torch", default=True), tolerance=tolerance, tokens=tokens)
+    Console().print(report(found))
+    return int(any(row.passed is False for row in found))
+
+
+if __name__ == "__main__":
+    sys.exit(run(main, usage, sys.argv[1:]))
