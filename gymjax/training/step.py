@@ -156,7 +156,7 @@ def make_step(
         else:
             (value, grads), _ = jax.lax.scan(accumulate, zero, (jnp.arange(accumulation), batch))
         value, grads = value / scale, jax.tree.map(lambda grad: grad / scale, grads)
-        norm = optax.global_norm(grads)
+        norm = optax.tree.norm(grads)
         finite = jnp.isfinite(value) & jnp.isfinite(norm)
         state = _update(state, grads, norm, finite, optimizer, settings.max_grad_norm)
         metrics = {"loss": value, "grad_norm": norm, "supervised": supervised, "broken_step": state.broken_step}
