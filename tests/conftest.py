@@ -18,7 +18,7 @@ class TorchSide:
     """A process with torch, transformers, PEFT and bitsandbytes: `side.logits(folder=..., tokens=...)` runs there."""
 
     def __init__(self, python):
-        self._log = tempfile.TemporaryFile("w+")
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  (closed in close)
         environment = os.environ | {
             "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",

@@ -131,7 +131,7 @@ def _weight_files(folder: Path) -> list[Path]:
     if pickled:
         raise ValueError(
             f"{folder} holds pickled weights ({', '.join(pickled[:3])}), which can run code when loaded and are never "
-            "read; convert them in transformers: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
+            "read; convert them once in transformers: AutoModelForCausalLM.from_pretrained(old).save_pretrained(new)"
         )
     raise FileNotFoundError(f"{folder} holds neither {SINGLE} nor {INDEX}; fetch the model's weights")
 

@@ -1,7 +1,7 @@
 """Adapter folders that PEFT loads: adapter_config.json and adapter_model.safetensors."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gymjax.adapters.lora import LoraSpec, attach, lora_modules, row_weights
+from gymjax.adapters.lora import LoraRow, LoraSpec, attach, lora_modules
 from gymjax.adapters.select import train_modules
 from gymjax.checkpoint.files import replacing, require_space
 from gymjax.checkpoint.hf import read_json, write_json
@@ -62,8 +62,7 @@ def save_adapter(
         OSError: not enough disk; what the folder held is intact.
     """
     tensors: dict[str, Tensor] = {}
-    for lora, row in lora_modules(model):
-        a, b, _ = (jax.tree.map(np.asarray, part) for part in row_weights(lora, row))
+    for row, a, b in _host_factors(model):
         tensors[f"{_PREFIX}{row.name}.lora_A.weight"] = _tensor(a)
         tensors[f"{_PREFIX}{row.name}.lora_B.weight"] = _tensor(b)
     if not tensors:
@@ -82,6 +81,16 @@ def save_adapter(
         write_json(temporary / CONFIG, config)
         if tokenizer is not None:
             tokenizer.save_pretrained(str(temporary))
+
+
+def _host_factors(model: Decoder) -> Iterator[tuple[LoraRow, np.ndarray, np.ndarray]]:
+    """Every adapted module with its own a (R, in) and b (out, R); each stacked array comes to the host once."""
+    previous, a, b = None, np.empty(0), np.empty(0)
+    for lora, row in lora_modules(model):
+        if lora is not previous:
+            previous, a, b = lora, np.asarray(lora.a.get_value()), np.asarray(lora.b.get_value())
+        at = () if row.index is None else (row.index,)
+        yield row, a[at][: row.rank], b[at][:, : row.rank]
 
 
 def _tensor(value: np.ndarray) -> Tensor:

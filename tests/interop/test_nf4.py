@@ -16,7 +16,7 @@ pytestmark = pytest.mark.interop
 # (4, 64) is one nested block, (300, 77) and (5, 100) end inside a block, (7, 13) has an odd number of elements,
 # (1031, 600) has 9,666 blocks: no multiple of 256, and enough for torch to sum its mean on several levels.
 SHAPES = [(4, 64), (5, 100), (7, 13), (64, 64), (257, 65), (300, 77), (576, 1536), (1031, 600), (1024, 4096)]
-# bitsandbytes' CPU kernel takes wrong scales where a row is no multiple of 64 but one of 16: widths are multiples of 64.
+# Widths are multiples of 64: bitsandbytes' CPU kernel takes wrong scales where a row is one of 16 but not of 64.
 CONFIG = {
     "model_type": "llama",
     "vocab_size": 160,

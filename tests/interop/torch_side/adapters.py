@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from models import load
 from peft import LoraConfig, PeftModel, get_peft_model
-from quantized import load_nf4
+from quantized import evaluating, load_nf4
 
 
 def base_of(folder, nf4):
@@ -13,7 +13,7 @@ def base_of(folder, nf4):
 
 def adapter_logits(folder, adapter, tokens, out, nf4=False):
     """Writes the logits of a base with an adapter folder on top; returns the modules that carry an adapter."""
-    model = PeftModel.from_pretrained(base_of(folder, nf4), adapter).eval()
+    model = evaluating(PeftModel.from_pretrained(base_of(folder, nf4), adapter))
     with torch.no_grad():
         np.save(out, model(torch.tensor(tokens)).logits.float().numpy())
     config = model.peft_config["default"]

@@ -28,10 +28,16 @@ def load_nf4(folder, double_quant=None, dtype="float32"):
             bnb_4bit_use_double_quant=double_quant,
             bnb_4bit_compute_dtype=getattr(torch, dtype),
         )
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), device_map="cpu", **options).eval()
-    for module in model.modules():  # in eval mode, CPUs with AVX512-BF16 would round the block scales to bf16
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), device_map="cpu", **options)
+    return evaluating(model)
+
+
+def evaluating(model):
+    """eval(), but for packed layers: there bitsandbytes rounds block scales to bf16 on CPUs with AVX512-BF16."""
+    model.eval()
+    for module in model.modules():
         if isinstance(module, Linear4bit):
-            module.train()
+            module.training = True
     return model
 
 

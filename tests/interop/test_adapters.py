@@ -1,0 +1,179 @@
+"""Adapters written here give equal logits in PEFT, and PEFT's give equal logits here."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gymjax.adapters.lora import LoraSpec, attach, lora_modules
+from gymjax.adapters.select import train_modules
+from gymjax.checkpoint.hf import open_folder
+from gymjax.checkpoint.peft import load_adapter, save_adapter
+from gymjax.checkpoint.weights import load_decoder, variable_at
+from gymjax.models import decoder_config
+from gymjax.models.names import hf_weights
+from gymjax.optim.labels import Trained
+
+pytestmark = pytest.mark.interop
+
+# Widths are multiples of 64 for bitsandbytes' sake, see test_nf4.py.
+BASE = {
+    "model_type": "llama",
+    "vocab_size": 160,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+BASES = {"untied": BASE, "tied": BASE | {"tie_word_embeddings": True}, "qwen2": BASE | {"model_type": "qwen2"}}
+TOLERANCE = 1e-4  # the project's bar in f32
+CASES = {
+    "r16-alpha32": ("untied", LoraSpec(rank=16, alpha=32, dropout=0.1), ()),
+    "rslora": ("untied", LoraSpec(rank=16, alpha=16, use_rslora=True), ()),
+    "two-targets": ("qwen2", LoraSpec(rank=4, alpha=6, targets=("q_proj", "down_proj")), ()),
+    "one-layer": ("untied", LoraSpec(rank=4, alpha=8, targets=("model.layers.1.mlp.up_proj", "v_proj")), ()),
+    "head": ("untied", LoraSpec(rank=4, alpha=8, targets=("q_proj", "lm_head")), ()),
+    "patterns": (
+        "untied",
+        LoraSpec(
+            rank=8,
+            alpha=16,
+            rank_pattern={"q_proj": 4, r"layers\.1\.mlp\.up_proj": 3},
+            alpha_pattern={"v_proj": 5, r".*layers\.2.*": 24},
+        ),
+        (),
+    ),
+    "patterns-rslora": ("untied", LoraSpec(rank=8, alpha=16, use_rslora=True, rank_pattern={"k_proj": 2}), ()),
+    "saved-embedding-tied": ("tied", LoraSpec(rank=4, alpha=8), ("embed_tokens",)),
+    "saved-embedding-and-head": ("untied", LoraSpec(rank=4, alpha=8), ("embed_tokens", "lm_head")),
+    "saved-norm": ("untied", LoraSpec(rank=4, alpha=8), ("norm",)),
+    "saved-projection-with-bias": ("qwen2", LoraSpec(rank=4, alpha=8, targets=("o_proj",)), ("k_proj",)),
+}
+
+
+@pytest.fixture(scope="module")
+def bases(torch_side, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bases")
+    for name, config in BASES.items():
+        torch_side.make_model(folder=folder / name, config=config)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokens():
+    return np.random.default_rng(0).integers(0, BASE["vocab_size"], (2, 12))
+
+
+def load(folder, **options):
+    source = open_folder(folder)
+    return load_decoder(decoder_config(source.config), source, dtype="float32", **options)
+
+
+def randomize(model, seed=0):
+    """Gives every up-projection and every trained base weight random values."""
+    rng = np.random.default_rng(seed)
+    for lora, row in lora_modules(model):
+        b = np.array(lora.b.get_value())
+        part = b if row.index is None else b[row.index]
+        part[:, : row.rank] = 0.1 * rng.normal(size=(part.shape[0], row.rank))
+        lora.b.set_value(jnp.asarray(b))
+    for path in dict.fromkeys(weight.path for weight in hf_weights(model.cfg)):
+        variable = variable_at(model, path)
+        if isinstance(variable, Trained):
+            value = variable.get_value()
+            variable.set_value(value + 0.1 * rng.normal(size=value.shape).astype(np.float32))
+
+
+def logits(model, tokens):
+    return np.asarray(model.logits(model(tokens)))
+
+
+def assert_equal_logits(a, b):
+    assert np.abs(a - b).max() < TOLERANCE
+    assert (a.argmax(-1) == b.argmax(-1)).all()
+
+
+OVER_NF4 = ("r16-alpha32", "rslora", "patterns", "saved-embedding-tied")
+
+
+@pytest.mark.parametrize(
+    ("case", "nf4"),
+    [*((case, False) for case in CASES), *((case, True) for case in OVER_NF4)],
+    ids=[*CASES, *(f"{case}-nf4" for case in OVER_NF4)],
+)
+def test_adapter_in_peft(case, nf4, bases, tokens, torch_side, tmp_path):
+    base, spec, modules = CASES[case]
+    model = load(bases / base, quantize_nf4=nf4)
+    plain = logits(model, tokens)
+    attach(model, spec, key=jax.random.key(0))
+    train_modules(model, modules, key="additional_target")
+    randomize(model)
+    expected = logits(model, tokens)
+    assert np.abs(expected - plain).max() > 0.1  # the adapter does something
+    save_adapter(tmp_path / "adapter", model, spec, base=str(bases / base))
+    report = torch_side.adapter_logits(
+        folder=bases / base, adapter=tmp_path / "adapter", tokens=tokens.tolist(), out=tmp_path / "out.npy", nf4=nf4
+    )
+    assert_equal_logits(np.load(tmp_path / "out.npy"), expected)
+    prefix = "base_model.model."
+    assert report["adapted"] == sorted(prefix + row.name for _, row in lora_modules(model))
+    for _, row in lora_modules(model):
+        assert report["scaling"][prefix + row.name] == pytest.approx(spec.factor_of(row.name))
+    again = load(bases / base, quantize_nf4=nf4)
+    load_adapter(again, tmp_path / "adapter")
+    np.testing.assert_array_equal(logits(again, tokens), expected)
+
+
+FROM_PEFT = {
+    "plain": ("untied", {"r": 8, "lora_alpha": 12, "target_modules": ["q_proj", "up_proj"]}),
+    "all-linear-rslora": ("qwen2", {"r": 4, "target_modules": "all-linear", "use_rslora": True}),
+    "regex": ("untied", {"r": 4, "target_modules": r".*layers\.[01]\.self_attn\.[qv]_proj"}),
+    "patterns": (
+        "untied",
+        {
+            "r": 8,
+            "target_modules": ["q_proj", "v_proj", "down_proj"],
+            "rank_pattern": {"v_proj": 2, "layers.0.self_attn.q_proj": 6},
+            "alpha_pattern": {"^model.layers.1.mlp.down_proj": 30},
+        },
+    ),
+    "saved": ("untied", {"r": 4, "target_modules": ["q_proj"], "modules_to_save": ["lm_head", "model.norm"]}),
+    "saved-tied": (
+        "tied",
+        {"r": 4, "target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FROM_PEFT)
+def test_adapter_from_peft(case, bases, tokens, torch_side, tmp_path):
+    base, settings = FROM_PEFT[case]
+    torch_side.make_adapter(
+        folder=bases / base,
+        adapter=tmp_path / "theirs",
+        settings=settings,
+        tokens=tokens.tolist(),
+        out=tmp_path / "out.npy",
+    )
+    expected = np.load(tmp_path / "out.npy")
+    model = load(bases / base)
+    spec = load_adapter(model, tmp_path / "theirs")
+    assert_equal_logits(logits(model, tokens), expected)
+    save_adapter(tmp_path / "ours", model, spec, base=str(bases / base))
+    torch_side.adapter_logits(
+        folder=bases / base, adapter=tmp_path / "ours", tokens=tokens.tolist(), out=tmp_path / "again.npy"
+    )
+    assert_equal_logits(np.load(tmp_path / "again.npy"), expected)
+
+
+def test_bad_adapter_of_an_untied_embedding(bases, tokens, torch_side, tmp_path):
+    torch_side.make_adapter(
+        folder=bases / "tied",
+        adapter=tmp_path / "theirs",
+        settings={"r": 4, "target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
+        tokens=tokens.tolist(),
+        out=tmp_path / "out.npy",
+    )
+    with pytest.raises(ValueError, match=r"ties its head to its embedding.*ensure_weight_tying"):
+        load_adapter(load(bases / "tied"), tmp_path / "theirs")
