@@ -43,9 +43,6 @@ def quantize(w: Shaped[np.ndarray, "O I"], *, double_quant: bool = True, dtype: 
     if w.ndim != 2 or w.size == 0:
         raise ValueError(f"NF4 packs matrices; w must have two axes and at least one element, got shape {w.shape}")
     codes, absmax = _quantize_blocks(np.ascontiguousarray(w).reshape(-1))
-    if not np.isfinite(absmax).all():
-        bad = int(np.flatnonzero(~np.isfinite(absmax))[0]) * BLOCK
-        raise ValueError(f"w must be finite to be quantized; row {bad // w.shape[1]} holds NaN or infinity")
     nested_absmax = offset = None
     if double_quant:
         offset = np.asarray(_torch_order_sum(absmax) / _F32(absmax.size), _F32)
@@ -62,6 +59,9 @@ def _quantize_blocks(flat: Shaped[np.ndarray, " n"]) -> tuple[UInt8[np.ndarray, 
         full = chunk.size // BLOCK * BLOCK
         blocks = chunk[:full].reshape(-1, BLOCK)
         largest = np.abs(blocks).max(axis=1, initial=0)
+        if not (np.isfinite(largest).all() and np.isfinite(chunk[full:]).all()):
+            bad = start + int(np.flatnonzero(~np.isfinite(chunk))[0])
+            raise ValueError(f"w must be finite to be quantized; element {bad} of the flattened weight is {flat[bad]}")
         scaled = (blocks * (_F32(1) / np.maximum(largest, _F32(1e-38)))[:, None]).reshape(-1)
         if full < chunk.size:  # bitsandbytes divides in the last, partial block where it multiplies in whole ones
             tail = np.maximum(np.abs(chunk[full:]).max(), _F32(1e-38))
@@ -162,7 +162,8 @@ def to_bitsandbytes(w: NF4Weight, name: str) -> dict[str, np.ndarray]:
     if w.nested_absmax is not None:
         tensors[f"{name}.nested_absmax"] = np.asarray(w.nested_absmax)
         tensors[f"{name}.nested_quant_map"] = np.asarray(DYNAMIC_CODE, _F32)
-        state |= {"nested_blocksize": NESTED_BLOCK, "nested_dtype": "float32", "nested_offset": float(w.offset)}
+        offset = np.asarray(w.offset).item()
+        state |= {"nested_blocksize": NESTED_BLOCK, "nested_dtype": "float32", "nested_offset": offset}
     tensors[f"{name}.quant_state.bitsandbytes__nf4"] = np.frombuffer(json.dumps(state).encode(), np.uint8)
     return tensors
 
