@@ -52,12 +52,12 @@ def main(argv: list[str] | None = None) -> None:
 
 def measure(op: str, case: Case, module: ModuleType) -> Iterator[dict[str, Any]]:
     """Yield the result lines of one case: each implementation against each peer, for each metric."""
-    args, kwargs = case.args(jax.random.key(0))
+    args, arrays, static = build(case)
     implementations = [name for name, file in _FILES.items() if (_ROOT / op / file).exists()]
     results = {}
     for name, peer in ({name: Peer(_bind(op, name)) for name in implementations} | module.PEERS).items():
         try:
-            results[name] = _metrics(case, peer, args, kwargs, module.METRIC)
+            results[name] = _metrics(case, peer, args, arrays, static, module.METRIC)
         except (NotImplementedError, jax.errors.JaxRuntimeError) as error:  # refuses, or out of memory
             print(f"{case.name} {name}: {error}", file=sys.stderr)
     about = {
@@ -75,6 +75,18 @@ def measure(op: str, case: Case, module: ModuleType) -> Iterator[dict[str, Any]]
                 yield line | {"peer": peer, "peer_value": other, "ratio": ratio} | about
 
 
+def build(case: Case) -> tuple[tuple[Any, ...], dict[str, jax.Array], dict[str, Any]]:
+    """Make a case's arguments in one jit: positional arguments, keyword arrays, other keyword arguments."""
+    static = {}
+
+    def make(key: jax.Array) -> tuple[tuple[Any, ...], dict[str, jax.Array]]:
+        args, kwargs = case.args(key)
+        static.update({name: value for name, value in kwargs.items() if not isinstance(value, jax.Array)})
+        return args, {name: value for name, value in kwargs.items() if name not in static}
+
+    return *jax.jit(make)(jax.random.key(0)), static
+
+
 def _select(module: ModuleType, names: list[str], tiny: bool) -> list[Case]:
     known = {case.name: case for case in (module.TINY if tiny else module.CASES)}
     for name in names:
@@ -88,11 +100,11 @@ def _bind(op: str, implementation: str) -> Callable[..., Any]:
     return lambda *args, **kwargs: function(*args, **kwargs, implementation=implementation)
 
 
-def _metrics(case: Case, peer: Peer, args: tuple, kwargs: dict[str, Any], metric: str) -> dict[str, float]:
+def _metrics(
+    case: Case, peer: Peer, args: tuple, arrays: dict[str, jax.Array], static: dict[str, Any], metric: str
+) -> dict[str, float]:
     """Time forward, and forward with backward; return the metrics of both and the memory of the latter."""
     args = jax.block_until_ready(peer.prepare(*args))
-    arrays = {key: value for key, value in kwargs.items() if isinstance(value, jax.Array)}
-    static = {key: value for key, value in kwargs.items() if key not in arrays}
 
     def forward(args: tuple, arrays: dict[str, jax.Array]) -> Any:
         return peer.call(*args, **arrays, **static)

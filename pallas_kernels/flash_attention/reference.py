@@ -25,7 +25,7 @@ def forward(
     """Attend; rows that may see no key give exactly 0 and pass no gradient."""
     batch, tokens, heads, width = q.shape
     keys, kv_heads = k.shape[1], k.shape[2]
-    # A key head's queries lie in one matrix, and the mask is added: on CPUs three times as fast as 5-d products and where.
+    # A key head's queries lie in one matrix and the mask is added: on CPUs thrice as fast as 5-d products and where.
     q_BKXH = q.reshape(batch, tokens, kv_heads, -1, width).transpose(0, 2, 3, 1, 4).reshape(batch, kv_heads, -1, width)
     k_BKSH, v_BKSH = k.swapaxes(1, 2), v.swapaxes(1, 2)
     scores_BKXS = jnp.einsum("BKXH,BKSH->BKXS", q_BKXH, k_BKSH, preferred_element_type=jnp.float32) * scale

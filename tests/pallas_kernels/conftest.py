@@ -1,22 +1,38 @@
-"""Oracles in float64 and the error bar that every kernel has to meet."""
+"""Random inputs, and the error bar that every kernel has to meet.
+
+Oracles are written in numpy float64, gradients too: they share no code with the kernels and compile nothing.
+"""
 
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 
 @pytest.fixture(scope="session")
-def float64_vjp() -> Callable:
-    """Evaluate a function and its gradients in float64: (function, arguments, cotangent) -> numpy arrays."""
+def normal() -> Callable:
+    """Draw one array of normal numbers for each shape."""
+
+    def draw(seed: int, *shapes: tuple[int, ...], dtype: jnp.dtype = jnp.float32) -> tuple[jax.Array, ...]:
+        rng = np.random.default_rng(seed)
+        return tuple(jnp.asarray(rng.standard_normal(shape, np.float32).astype(dtype)) for shape in shapes)
+
+    return draw
+
+
+@pytest.fixture(scope="session")
+def out_and_grads() -> Callable:
+    """Evaluate a function and the gradients of all its arguments, in one jit."""
 
     def evaluate(function: Callable, args: tuple, cotangent: object) -> tuple[object, tuple]:
-        with jax.enable_x64(True):
-            wide = tuple(np.asarray(arg, np.float64) for arg in args)
-            out, pull_back = jax.vjp(function, *wide)
-            cotangent = jax.tree.map(lambda c: jax.numpy.asarray(np.asarray(c, np.float64)), cotangent)
-            return jax.tree.map(np.asarray, (out, pull_back(cotangent)))
+        @jax.jit
+        def run(args: tuple, cotangent: object) -> tuple[object, tuple]:
+            out, pull_back = jax.vjp(function, *args)
+            return out, pull_back(cotangent)
+
+        return run(args, cotangent)
 
     return evaluate
 
@@ -37,7 +53,8 @@ def no_worse_than_dense(relative_error: Callable) -> Callable:
     """Check each array's error against float64: at most 1.5 times that of the dense computation in the same dtype."""
 
     def check(got: object, dense: object, truth: object) -> None:
-        for ours, theirs, exact in zip(jax.tree.leaves(got), jax.tree.leaves(dense), jax.tree.leaves(truth)):
+        leaves = (jax.tree.leaves(tree) for tree in (got, dense, truth))
+        for ours, theirs, exact in zip(*leaves, strict=True):
             # 1.5 is the project's bar; 1e-6 is some ulps of f32, for where the dense computation happens to be exact.
             assert relative_error(ours, exact) <= 1.5 * relative_error(theirs, exact) + 1e-6
 

@@ -4,6 +4,7 @@ import importlib
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -40,8 +41,11 @@ def test_tiny_cases_agree_with_their_naive_peer(op: str) -> None:
     cases = importlib.import_module(f"pallas_kernels.{op}.cases")
     function = getattr(importlib.import_module(f"pallas_kernels.{op}"), op)
     for case in cases.TINY:
-        args, kwargs = case.args(jax.random.key(1))
-        got, want = function(*args, **kwargs), cases.PEERS["naive"].call(*args, **kwargs)
+        args, arrays, static = bench.build(case)
+        ours_and_theirs = (partial(f, **static) for f in (function, cases.PEERS["naive"].call))
+        got, want = jax.jit(lambda fs, args, arrays: [f(*args, **arrays) for f in fs], static_argnums=0)(
+            tuple(ours_and_theirs), args, arrays
+        )
         for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
             assert ours.shape == theirs.shape
             # bf16 has 8 bits: two computations that round at different places differ by a few 2^-8 of the values' size
@@ -56,7 +60,8 @@ def test_tiny_cases_agree_with_their_naive_peer(op: str) -> None:
 def test_a_missing_or_unknown_implementation_is_refused(op: str) -> None:
     case = importlib.import_module(f"pallas_kernels.{op}.cases").TINY[0]
     function = getattr(importlib.import_module(f"pallas_kernels.{op}"), op)
-    args, kwargs = case.args(jax.random.key(0))
+    args, arrays, static = bench.build(case)
+    kwargs = arrays | static
     with pytest.raises(
         NotImplementedError, match=rf"{op}: there is no 'jax_triton' implementation.*usable here: 'xla'"
     ):
@@ -89,14 +94,16 @@ def test_platform_names_the_device() -> None:
 
 def test_bench_writes_lines_with_every_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "results" / "swiglu.jsonl"
-    for _ in range(2):
-        bench.main(["swiglu", "tiny-M6-F32", "--tiny", "--out", str(out)])
+    out.parent.mkdir()
+    out.write_text("earlier\n")
+    bench.main(["swiglu", "tiny-M6-F32", "--tiny", "--out", str(out)])
     printed = capsys.readouterr().out.splitlines()
-    assert printed == out.read_text().splitlines()
+    assert ["earlier", *printed] == out.read_text().splitlines()
     lines = [json.loads(line) for line in printed]
-    keys = "bench case implementation metric value peer peer_value ratio device jax commit time".split()
+    keys = ["bench", "case", "implementation", "metric", "value", "peer", "peer_value", "ratio"]
+    keys += ["device", "jax", "commit", "time"]
     assert all(list(line) == keys for line in lines)
-    assert [line["metric"] for line in lines] == ["gbps", "gbps_fwd_bwd", "peak_gib"] * 2
+    assert [line["metric"] for line in lines] == ["gbps", "gbps_fwd_bwd", "peak_gib"]
     assert {(line["implementation"], line["peer"]) for line in lines} == {("xla", "naive")}
     assert lines[0]["ratio"] == lines[0]["value"] / lines[0]["peer_value"]
     assert lines[2]["ratio"] == lines[2]["peer_value"] / lines[2]["value"]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -73,52 +74,51 @@ def visible(shape: Shape) -> np.ndarray:
     return mask
 
 
-def oracle(shape: Shape) -> Callable:
-    mask = visible(shape)[:, None]
-    groups = shape.heads // shape.kv_heads
+def oracle(shape: Shape, args: tuple, dout: jax.Array) -> tuple[np.ndarray, tuple]:
+    """Return the output and the gradients of q, k and v in float64."""
+    q, k, v, dout = (np.asarray(x, np.float64).swapaxes(1, 2) for x in (*args, dout))
+    groups, mask = shape.heads // shape.kv_heads, visible(shape)[:, None]
+    scale = shape.scale or shape.width**-0.5
+    k, v = np.repeat(k, groups, 1), np.repeat(v, groups, 1)
+    scores, slope = q @ k.swapaxes(2, 3) * scale, 1.0
+    if shape.softcap:
+        capped = np.tanh(scores / shape.softcap)
+        scores, slope = shape.softcap * capped, 1 - capped**2
+    weights = np.where(mask, np.exp(scores), 0)
+    total = weights.sum(-1, keepdims=True)
+    probs = weights / np.where(total == 0, 1, total)
+    dprobs = dout @ v.swapaxes(2, 3)
+    dscores = probs * (dprobs - (probs * dprobs).sum(-1, keepdims=True)) * slope * scale
 
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        k, v = jnp.repeat(k, groups, 2), jnp.repeat(v, groups, 2)
-        scores = jnp.einsum("btnh,bsnh->bnts", q, k) * (shape.scale or shape.width**-0.5)
-        if shape.softcap:
-            scores = shape.softcap * jnp.tanh(scores / shape.softcap)
-        weights = jnp.where(mask, jnp.exp(jnp.where(mask, scores, 0)), 0)
-        total = weights.sum(-1, keepdims=True)
-        return jnp.einsum("bnts,bsnh->btnh", weights / jnp.where(total == 0, 1, total), v)
+    def grouped(x: np.ndarray) -> np.ndarray:
+        return x.reshape(2, shape.kv_heads, groups, *x.shape[2:]).sum(2)
 
-    return attend
+    grads = dscores @ k, grouped(dscores.swapaxes(2, 3) @ q), grouped(probs.swapaxes(2, 3) @ dout)
+    return (probs @ v).swapaxes(1, 2), tuple(grad.swapaxes(1, 2) for grad in grads)
 
 
 def inputs(shape: Shape, dtype: jnp.dtype) -> tuple[tuple[jax.Array, ...], jax.Array]:
-    keys = jax.random.split(jax.random.key(shape.tokens), 4)
+    rng = np.random.default_rng(shape.tokens)
     q_shape = (2, shape.tokens, shape.heads, shape.width)
     kv_shape = (2, shape.keys, shape.kv_heads, shape.width)
-    q, k, v, dout = (jax.random.normal(key, s, dtype) for key, s in zip(keys, (q_shape, kv_shape, kv_shape, q_shape)))
-    return (q, k, v), dout
-
-
-def out_and_grads(function: Callable, args: tuple, dout: jax.Array) -> tuple[jax.Array, tuple]:
-    @jax.jit
-    def run(args: tuple, dout: jax.Array) -> tuple[jax.Array, tuple]:
-        out, pull_back = jax.vjp(function, *args)
-        return out, pull_back(dout)
-
-    return run(args, dout)
+    arrays = [rng.standard_normal(s, np.float32).astype(dtype) for s in (q_shape, kv_shape, kv_shape, q_shape)]
+    *qkv, dout = map(jnp.asarray, arrays)
+    return tuple(qkv), dout
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_f32_matches_float64(name: str, float64_vjp: Callable) -> None:
+def test_f32_matches_float64(name: str, out_and_grads: Callable) -> None:
     shape = SHAPES[name]
     args, dout = inputs(shape, jnp.float32)
     got = out_and_grads(lambda *a: flash_attention(*a, **shape.options()), args, dout)
-    want = float64_vjp(oracle(shape), args, dout)
+    want = oracle(shape, args, dout)
     for ours, exact in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         # f32 has 24 bits; sums over up to 129 terms of size 1 to 10
         np.testing.assert_allclose(ours, exact, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("name", ["127 tokens, MHA", "129 tokens, MQA", "window 5", "documents and padding"])
-def test_bf16_is_as_exact_as_dense_bf16(name: str, float64_vjp: Callable, no_worse_than_dense: Callable) -> None:
+@pytest.mark.parametrize("name", ["127 tokens, MHA", "129 tokens, MQA", "documents and padding"])
+def test_bf16_is_as_exact_as_dense_bf16(name: str, out_and_grads: Callable, no_worse_than_dense: Callable) -> None:
     shape = SHAPES[name]
     args, dout = inputs(shape, jnp.bfloat16)
     got = out_and_grads(lambda *a: flash_attention(*a, **shape.options()), args, dout)
@@ -131,11 +131,11 @@ def test_bf16_is_as_exact_as_dense_bf16(name: str, float64_vjp: Callable, no_wor
         probs = jax.nn.softmax(jnp.where(mask, scores, -1e9)).astype(q.dtype) * mask
         return jnp.einsum("bnts,bsnh->btnh", probs, v)
 
-    no_worse_than_dense(got, out_and_grads(dense, args, dout), float64_vjp(oracle(shape), args, dout))
+    no_worse_than_dense(got, out_and_grads(dense, args, dout), oracle(shape, args, dout))
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_documents_never_touch(causal: bool) -> None:
+def test_documents_never_touch(causal: bool, out_and_grads: Callable) -> None:
     shape = Shape(24, 24, documents=(7, 6, 8), causal=causal)
     (q, k, v), dout = inputs(shape, jnp.float32)
     ids = jnp.asarray(shape.segment_ids())
@@ -144,11 +144,10 @@ def test_documents_never_touch(causal: bool) -> None:
     for grad in grads:
         outside = np.asarray(grad)[np.asarray(ids) != 2]
         assert (outside == 0).all()
-        assert np.abs(np.asarray(grad)[np.asarray(ids) == 2]).min() >= 0
         assert np.abs(grad).max() > 0
 
 
-def test_padding_gives_zero_and_sends_nothing() -> None:
+def test_padding_gives_zero_and_sends_nothing(out_and_grads: Callable) -> None:
     shape = SHAPES["documents and padding"]
     args, dout = inputs(shape, jnp.bfloat16)
     out, grads = out_and_grads(lambda *a: flash_attention(*a, **shape.options()), args, dout)
@@ -159,9 +158,9 @@ def test_padding_gives_zero_and_sends_nothing() -> None:
 def test_packed_equals_separate_documents() -> None:
     (q, k, v), _ = inputs(Shape(20, 20), jnp.float32)
     ids = jnp.array([[1] * 8 + [2] * 12] * 2)
-    packed = flash_attention(q, k, v, segment_ids=ids)
+    packed = jax.jit(flash_attention)(q, k, v, segment_ids=ids)
     for part in (slice(0, 8), slice(8, 20)):
-        alone = flash_attention(q[:, part], k[:, part], v[:, part])
+        alone = jax.jit(flash_attention)(q[:, part], k[:, part], v[:, part])
         # the same sums with zeros among them: f32 rounding only
         np.testing.assert_allclose(packed[:, part], alone, rtol=1e-5, atol=1e-6)
 
@@ -170,8 +169,9 @@ def test_key_segments_of_their_own_select_the_keys() -> None:
     (q, k, v), _ = inputs(Shape(1, 9), jnp.float32)
     lengths = jnp.array([4, 9])
     kv_ids = (jnp.arange(9) < lengths[:, None]).astype(jnp.int32)
-    got = flash_attention(q, k, v, causal=False, segment_ids=jnp.ones((2, 1), jnp.int32), kv_segment_ids=kv_ids)
-    alone = flash_attention(q[:1], k[:1, :4], v[:1, :4], causal=False)
+    attend = jax.jit(partial(flash_attention, causal=False))
+    got = attend(q, k, v, segment_ids=jnp.ones((2, 1), jnp.int32), kv_segment_ids=kv_ids)
+    alone = attend(q[:1], k[:1, :4], v[:1, :4])
     np.testing.assert_allclose(got[:1], alone, rtol=1e-5, atol=1e-6)  # the same sums: f32 rounding only
 
 
@@ -196,16 +196,16 @@ class TestCudnn:
         monkeypatch.setattr(jax.nn, "dot_product_attention", stand_in)
 
     @pytest.mark.parametrize(
-        "name", ["GQA 6/2", "full", "window 1", "window 5", "window as long as the row", "documents",
-                 "documents and padding", "documents and window", "documents, full", "all padding", "scale"],
-    )  # fmt: skip
-    def test_masks_and_windows(self, name: str, float64_vjp: Callable) -> None:
+        "name",
+        ["full", "window 5", "window as long as the row", "documents and padding", "documents and window", "scale"],
+    )
+    def test_masks_and_windows(self, name: str, out_and_grads: Callable) -> None:
         shape = SHAPES[name]
         args, dout = inputs(shape, jnp.float32)
         options = shape.options() | {"scale": shape.scale or shape.width**-0.5}
         options.pop("softcap")
         got = out_and_grads(lambda *a: cudnn.forward(*a, **options), args, dout)
-        want = float64_vjp(oracle(shape), args, dout)
+        want = oracle(shape, args, dout)
         for ours, exact in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
             np.testing.assert_allclose(ours, exact, rtol=2e-5, atol=2e-5)  # f32 against float64, as above
 

@@ -1,0 +1,155 @@
+"""RMSNorm, RoPE and SwiGLU against float64."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.rms_norm import rms_norm
+from pallas_kernels.rope import rope
+from pallas_kernels.swiglu import swiglu
+
+F32 = {"rtol": 1e-5, "atol": 1e-5}  # f32 has 24 bits; sums of up to 129 terms of size 1 to 10
+
+
+def assert_f32_close(got: object, want: object) -> None:
+    for ours, exact in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(np.asarray(ours, np.float64), exact, **F32)
+
+
+def norm_oracle(x: jax.Array, scale: jax.Array, dy: jax.Array, eps: float) -> tuple[np.ndarray, tuple]:
+    x, scale, dy = (np.asarray(a, np.float64) for a in (x, scale, dy))
+    width = x.shape[-1]
+    root = np.sqrt((x**2).sum(-1, keepdims=True) / width + eps)
+    dx = dy * scale / root - x * (dy * scale * x).sum(-1, keepdims=True) / (width * root**3)
+    return x / root * scale, (dx, (dy * x / root).reshape(-1, width).sum(0))
+
+
+@pytest.mark.parametrize("shape", [(1,), (3, 127), (2, 5, 129)])
+def test_rms_norm_f32(shape: tuple[int, ...], normal: Callable, out_and_grads: Callable) -> None:
+    x, scale, dy = normal(0, shape, shape[-1:], shape)
+    got = out_and_grads(lambda x, scale: rms_norm(x, scale, eps=1e-3), (x, scale), dy)
+    assert_f32_close(got, norm_oracle(x, scale, dy, 1e-3))
+
+
+def test_rms_norm_bf16_with_f32_scale(normal: Callable, out_and_grads: Callable, no_worse_than_dense: Callable) -> None:
+    x, dy = normal(1, (513, 129), (513, 129), dtype=jnp.bfloat16)
+    (scale,) = normal(2, (129,))
+
+    def dense(x: jax.Array, scale: jax.Array) -> jax.Array:
+        x_f32 = x.astype(jnp.float32)
+        normed = x_f32 * jax.lax.rsqrt(jnp.mean(x_f32**2, -1, keepdims=True) + 1e-6)
+        return normed.astype(x.dtype) * scale.astype(x.dtype)
+
+    got = out_and_grads(rms_norm, (x, scale), dy)
+    assert [leaf.dtype for leaf in jax.tree.leaves(got)] == [jnp.bfloat16, jnp.bfloat16, jnp.float32]
+    truth = norm_oracle(x, scale, dy, 1e-6)
+    no_worse_than_dense(got, out_and_grads(dense, (x, scale), dy), truth)
+    # 513 rows are summed in f32: the gradient of scale is as exact as f32 allows
+    np.testing.assert_allclose(got[1][1], truth[1][1], rtol=1e-4, atol=1e-4)
+
+
+def test_rms_norm_keeps_x_and_a_number_a_row(normal: Callable) -> None:
+    x, scale = normal(3, (64, 32), (32,), dtype=jnp.bfloat16)
+    _, pull_back = jax.vjp(rms_norm, x, scale)
+    assert sum(leaf.nbytes for leaf in jax.tree.leaves(pull_back)) == x.nbytes + scale.nbytes + 64 * 4
+
+
+def test_rms_norm_large_values_do_not_overflow() -> None:
+    x = jnp.full((1, 64), 3e4, jnp.float16)  # its square is beyond float16
+    np.testing.assert_array_equal(rms_norm(x, jnp.ones(64)), jnp.ones((1, 64), jnp.float16))
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (6, 2)])
+def test_rope_f32(heads: tuple[int, int], normal: Callable, out_and_grads: Callable) -> None:
+    tokens, width = 129, 6
+    q_shape, k_shape = ((2, tokens, n, width) for n in heads)
+    q, k, dq, dk = normal(4, q_shape, k_shape, q_shape, k_shape)
+    angle = np.random.default_rng(5).uniform(-9, 9, (2, tokens, width // 2))
+    cos, sin = jnp.asarray(np.cos(angle), jnp.float32), jnp.asarray(np.sin(angle), jnp.float32)
+    got = out_and_grads(lambda q, k: rope(q, k, cos, sin), (q, k), (dq, dk))
+
+    def turn(x: jax.Array, sign: int) -> np.ndarray:
+        """Rotate in the complex plane; the gradient turns the other way."""
+        x = np.asarray(x, np.float64)
+        pair = (x[..., : width // 2] + 1j * x[..., width // 2 :]) * np.exp(sign * 1j * angle)[:, :, None]
+        return np.concatenate([pair.real, pair.imag], -1)
+
+    assert_f32_close(got, ((turn(q, 1), turn(k, 1)), (turn(dq, -1), turn(dk, -1))))
+
+
+def test_rope_rotates_in_f32_and_shares_positions(normal: Callable) -> None:
+    q, k = normal(6, (2, 7, 4, 8), (2, 7, 2, 8), dtype=jnp.bfloat16)
+    angle = np.random.default_rng(7).uniform(-9, 9, (1, 7, 4)).astype(np.float32)
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    got = jax.jit(rope)(q, k, cos, sin)
+    wide = rope(q.astype(jnp.float32), k.astype(jnp.float32), jnp.tile(cos, (2, 1, 1)), jnp.tile(sin, (2, 1, 1)))
+    for ours, exact in zip(got, wide, strict=True):
+        assert ours.dtype == jnp.bfloat16
+        # one rounding to bf16: half a unit in the last place is 2^-9 relative; a fused multiply-add may move a tie
+        np.testing.assert_allclose(np.asarray(ours, np.float32), exact, rtol=2**-8, atol=1e-6)
+
+
+def test_rope_keeps_only_the_tables(normal: Callable) -> None:
+    q, k = normal(8, (1, 16, 4, 64), (1, 16, 4, 64))
+    cos, sin = normal(9, (1, 16, 32), (1, 16, 32))
+    _, pull_back = jax.vjp(jax.jit(lambda q, k: rope(q, k, cos, sin)), q, k)
+    assert sum(leaf.nbytes for leaf in jax.tree.leaves(pull_back)) <= 4 * cos.nbytes
+
+
+def swiglu_oracle(gate: jax.Array, up: jax.Array, dy: jax.Array) -> tuple[np.ndarray, tuple]:
+    gate, up, dy = (np.asarray(a, np.float64) for a in (gate, up, dy))
+    sigmoid = 1 / (1 + np.exp(-gate))
+    silu = gate * sigmoid
+    return silu * up, (dy * up * (sigmoid + silu * (1 - sigmoid)), dy * silu)
+
+
+@pytest.mark.parametrize("shape", [(1,), (127,), (2, 3, 129)])
+def test_swiglu_f32(shape: tuple[int, ...], normal: Callable, out_and_grads: Callable) -> None:
+    gate, up, dy = normal(10, shape, shape, shape)
+    assert_f32_close(out_and_grads(swiglu, (gate, up), dy), swiglu_oracle(gate, up, dy))
+
+
+def test_swiglu_bf16(normal: Callable, out_and_grads: Callable, no_worse_than_dense: Callable) -> None:
+    gate, up, dy = normal(11, (33, 129), (33, 129), (33, 129), dtype=jnp.bfloat16)
+    got = out_and_grads(swiglu, (gate, up), dy)
+    assert all(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(got))
+    dense = out_and_grads(lambda gate, up: jax.nn.silu(gate) * up, (gate, up), dy)
+    no_worse_than_dense(got, dense, swiglu_oracle(gate, up, dy))
+
+
+def test_swiglu_keeps_gate_and_up_only(normal: Callable) -> None:
+    gate, up = normal(12, (64, 32), (64, 32), dtype=jnp.bfloat16)
+    _, pull_back = jax.vjp(swiglu, gate, up)
+    assert sum(leaf.nbytes for leaf in jax.tree.leaves(pull_back)) == gate.nbytes + up.nbytes
+
+
+def test_swiglu_is_finite_at_the_ends() -> None:
+    gate = jnp.array([-1e4, 1e4, 0.0])
+    out, pull_back = jax.vjp(swiglu, gate, jnp.ones(3))
+    np.testing.assert_allclose(out, [0, 1e4, 0])
+    np.testing.assert_allclose(pull_back(jnp.ones(3))[0], [0, 1, 0.5])
+
+
+Q, K, TABLE = (2, 3, 4, 8), (2, 3, 2, 8), (2, 3, 4)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda z: rms_norm(z((3, 8)), z((7,))), r"scale is \(7,\) and x is \(3, 8\)"),
+        (lambda z: rms_norm(z((3, 8), "int32"), z((8,))), "x is int32 and scale is float32"),
+        (lambda z: swiglu(z((3, 8)), z((3, 7))), r"gate is float32\(3, 8\) and up is float32\(3, 7\)"),
+        (lambda z: swiglu(z((3,)), z((3,), "bfloat16")), r"up is bfloat16\(3,\)"),
+        (lambda z: swiglu(z((3,), "int32"), z((3,), "int32")), "both are int32"),
+        (lambda z: rope(z(Q), z((2, 4, 2, 8)), z(TABLE), z(TABLE)), r"got \(2, 3, 4, 8\) and \(2, 4, 2, 8\)"),
+        (lambda z: rope(z((1, 1, 1, 7)), z((1, 1, 1, 7)), z((1, 1, 3)), z((1, 1, 3))), "even .* got 7"),
+        (lambda z: rope(z(Q), z(K), z((2, 3, 8)), z((2, 3, 8))), r"must be \(2, 3, 4\) .* got \(2, 3, 8\)"),
+        (lambda z: rope(z(Q), z(K), z(TABLE, "bfloat16"), z(TABLE)), "got bfloat16 and float32"),
+    ],
+)
+def test_wrong_arguments_are_named(call: Callable, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call(lambda shape, dtype="float32": jnp.zeros(shape, dtype))

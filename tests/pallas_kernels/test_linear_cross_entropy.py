@@ -1,0 +1,219 @@
+"""Linear cross-entropy against float64: values, gradients, memory, transformations and sharding."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.linear_cross_entropy import linear_cross_entropy
+from pallas_kernels.nf4_linear import dequantize
+from pallas_kernels.nf4_linear.cases import random_weight
+
+IGNORED = -100
+
+
+def oracle(x: jax.Array, head: jax.Array, labels: np.ndarray, dloss: jax.Array) -> tuple[np.ndarray, tuple]:
+    """Return the losses and the gradients of x and head in float64, from the whole logits."""
+    x, head, dloss = (np.asarray(a, np.float64) for a in (x, head, dloss))
+    logits = x @ head.T
+    probs = np.exp(logits - logits.max(-1, keepdims=True))
+    probs /= probs.sum(-1, keepdims=True)
+    kept = labels != IGNORED
+    onehot = np.eye(head.shape[0])[np.where(kept, labels, 0)]
+    dlogits = np.where(kept, dloss, 0)[..., None] * (probs - onehot)
+    dhead = dlogits.reshape(-1, head.shape[0]).T @ x.reshape(-1, head.shape[1])
+    return np.where(kept, -np.log((probs * onehot).sum(-1)), 0), (dlogits @ head, dhead)
+
+
+def random_labels(shape: tuple[int, ...], vocabulary: int) -> np.ndarray:
+    rng = np.random.default_rng(1)
+    labels = rng.integers(0, vocabulary, shape, dtype=np.int32)
+    return np.where(rng.random(shape) < 0.25, np.int32(IGNORED), labels)
+
+
+SHAPES = [  # leading axes and T, chunk_tokens: one token, no remainder, remainders, chunk beyond T, chunk below B
+    ((1,), 2048),
+    ((2, 16), 8),
+    ((2, 127), 64),
+    ((129,), 10),
+    ((3, 5), 2048),
+    ((2, 2, 3), 1),
+]
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize(("shape", "chunk"), SHAPES)
+def test_f32_matches_float64(
+    shape: tuple[int, ...], chunk: int, frozen: bool, normal: Callable, out_and_grads: Callable
+) -> None:
+    x, head, dloss = normal(0, (*shape, 12), (33, 12), shape)
+    labels = random_labels(shape, 33)
+    function = partial(linear_cross_entropy, labels=labels, frozen_head=frozen, chunk_tokens=chunk)
+    loss, (dx, dhead) = out_and_grads(function, (x, head), dloss)
+    want_loss, (want_dx, want_dhead) = oracle(x, head, labels, dloss)
+    # f32 has 24 bits; sums of up to 129 terms of size 1 to 10
+    np.testing.assert_allclose(loss, want_loss, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(dx, want_dx, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(dhead, 0 * want_dhead if frozen else want_dhead, rtol=1e-5, atol=1e-5)
+    ignored = labels == IGNORED
+    assert (np.asarray(loss)[ignored] == 0).all()
+    assert (np.asarray(dx)[ignored] == 0).all()
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_bf16_is_as_exact_as_dense_bf16(
+    frozen: bool, normal: Callable, out_and_grads: Callable, no_worse_than_dense: Callable
+) -> None:
+    (x,) = normal(2, (2, 129, 32), dtype=jnp.bfloat16)
+    head, dloss = normal(3, (257, 32), (2, 129))
+    head = head.astype(jnp.bfloat16)
+    labels = random_labels((2, 129), 257)
+
+    def dense(x: jax.Array, head: jax.Array) -> jax.Array:
+        logits = jnp.einsum("btd,vd->btv", x, head).astype(jnp.float32)
+        picked = jnp.take_along_axis(jax.nn.log_softmax(logits), np.maximum(labels, 0)[..., None], -1)[..., 0]
+        return jnp.where(labels == IGNORED, 0, -picked)
+
+    function = partial(linear_cross_entropy, labels=labels, frozen_head=frozen, chunk_tokens=64)
+    loss, grads = out_and_grads(function, (x, head), dloss)
+    assert loss.dtype == jnp.float32
+    assert [grad.dtype for grad in grads] == [jnp.bfloat16, jnp.bfloat16]
+    dense_loss, dense_grads = out_and_grads(dense, (x, head), dloss)
+    truth, true_grads = oracle(x, head, labels, dloss)
+    compared = slice(0, 1 if frozen else 2)
+    no_worse_than_dense((loss, grads[compared]), (dense_loss, dense_grads[compared]), (truth, true_grads[compared]))
+
+
+def test_head_gradient_does_not_lose_precision_over_chunks(normal: Callable, relative_error: Callable) -> None:
+    x, head = normal(4, (1, 512, 16), (40, 16))
+    x, labels = x.astype(jnp.bfloat16), random_labels((1, 512), 40)
+
+    def dhead(chunk: int) -> jax.Array:
+        return jax.jit(jax.grad(lambda h: linear_cross_entropy(x, h, labels, chunk_tokens=chunk).sum()))(head)
+
+    truth = oracle(x, head.astype(jnp.bfloat16), labels, np.ones((1, 512)))[1][1]
+    one, many = relative_error(dhead(512), truth), relative_error(dhead(4), truth)
+    assert many <= 1.05 * one  # 128 chunks add in f32, far below the bf16 error of d(logits) that both share
+
+
+def test_nf4_head_is_the_dequantized_head(normal: Callable, out_and_grads: Callable) -> None:
+    weight = random_weight(jax.random.key(0), (21, 9))
+    (x,) = normal(5, (2, 6, 9))
+    labels = random_labels((2, 6), 21)
+    dloss = np.ones((2, 6), np.float32)
+    packed, dense = (
+        out_and_grads(lambda x, head=head: linear_cross_entropy(x, head, labels, frozen_head=True), (x,), dloss)
+        for head in (weight, dequantize(weight, jnp.float32))
+    )
+    # the same head bit for bit, in two programs: f32 rounding only
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), packed, dense)
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_never_holds_the_logits(frozen: bool) -> None:
+    rows, tokens, width, vocabulary = 4, 512, 16, 4096
+    x = jax.ShapeDtypeStruct((rows, tokens, width), jnp.bfloat16)
+    head = jax.ShapeDtypeStruct((vocabulary, width), jnp.bfloat16)
+    labels = jax.ShapeDtypeStruct((rows, tokens), jnp.int32)
+
+    def mean(x: jax.Array, head: jax.Array, labels: jax.Array) -> jax.Array:
+        return linear_cross_entropy(x, head, labels, frozen_head=frozen, chunk_tokens=64).mean()
+
+    step = jax.jit(jax.value_and_grad(mean, 0 if frozen else (0, 1)))
+    temporary = step.lower(x, head, labels).compile().memory_analysis().temp_size_in_bytes
+    logits = rows * tokens * vocabulary * 4
+    # A chunk is 1/32 of the tokens; a few copies of its logits and the f32 head gradient may live at a time.
+    assert temporary < logits / 5
+
+
+def test_forward_alone_computes_no_gradient() -> None:
+    x, head, labels = jnp.zeros((2, 8, 4)), jnp.zeros((16, 4)), jnp.zeros((2, 8), jnp.int32)
+    text = str(jax.make_jaxpr(partial(linear_cross_entropy, frozen_head=True))(x, head, labels))
+    assert text.count("dot_general") == 1
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_under_checkpoint_and_scan(frozen: bool, normal: Callable) -> None:
+    x, head = normal(6, (3, 2, 7, 8), (19, 8))
+    labels = random_labels((3, 2, 7), 19)
+
+    def loss(x: jax.Array, head: jax.Array, labels: jax.Array) -> jax.Array:
+        return linear_cross_entropy(x, head, labels, frozen_head=frozen, chunk_tokens=4).sum()
+
+    def accumulated(x: jax.Array, head: jax.Array) -> jax.Array:
+        body = jax.checkpoint(lambda total, xs: (total + loss(xs[0], head, xs[1]), None))
+        return jax.lax.scan(body, 0.0, (x, labels))[0]
+
+    got = jax.jit(jax.value_and_grad(accumulated, (0, 1)))(x, head)
+    want = jax.jit(jax.value_and_grad(loss, (0, 1)))(x, head, labels)
+    # the same sums in another order: f32 rounding only
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), got, want)
+
+
+SHARDED = """
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from pallas_kernels.linear_cross_entropy import linear_cross_entropy
+mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+place = lambda a, *spec: jax.device_put(a, NamedSharding(mesh, P(*spec)))
+rng = np.random.default_rng(0)
+x, head = rng.standard_normal((8, 12, 16), np.float32), rng.standard_normal((64, 16), np.float32)
+labels = rng.integers(0, 64, (8, 12), dtype=np.int32)
+for frozen in (True, False):
+    loss = lambda x, h, l: linear_cross_entropy(x, h, l, frozen_head=frozen, chunk_tokens=32).sum()
+    step = jax.jit(jax.value_and_grad(loss, 0 if frozen else (0, 1)))
+    one = step(x, head, labels)
+    args = place(x, "data"), place(head), place(labels, "data")
+    text = step.lower(*args).compile().as_text()
+    assert "all-gather" not in text and "all-to-all" not in text, "the rows must stay on their device"
+    four = step(*args)
+    assert jax.tree.leaves(four[1])[0].sharding.spec == P("data"), jax.tree.leaves(four[1])[0].sharding
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), one, four)
+"""
+
+
+def test_rows_stay_sharded() -> None:
+    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+    subprocess.run([sys.executable, "-c", SHARDED], check=True, env=environment)
+
+
+def test_a_label_outside_the_vocabulary_is_found() -> None:
+    x, head = jnp.zeros((1, 3, 4)), jnp.zeros((8, 4))
+    for label in (8, -1):
+        labels = jnp.array([[0, label, IGNORED]])
+        with pytest.raises(ValueError, match=rf"in \[0, 8\) or -100; got {label} at flat position 1"):
+            linear_cross_entropy(x, head, labels)
+        np.testing.assert_array_equal(np.isnan(jax.jit(linear_cross_entropy)(x, head, labels)), [[False, True, False]])
+
+
+def test_no_tokens_give_no_losses() -> None:
+    assert linear_cross_entropy(jnp.zeros((2, 0, 4)), jnp.zeros((8, 4)), jnp.zeros((2, 0), jnp.int32)).shape == (2, 0)
+
+
+@pytest.mark.parametrize(
+    ("x", "head", "labels", "options", "message"),
+    [
+        ((2, 3, 4), (8, 5), (2, 3), {}, r"of one width; got \(2, 3, 4\) and \(8, 5\)"),
+        ((2, 3, 4), (8, 4), (2, 4), {}, r"integers of shape \(2, 3\); got int32\(2, 4\)"),
+        ((2, 3, 4), (8, 4), (2, 3), {"chunk_tokens": 0}, "at least 1; got 0"),
+    ],
+)
+def test_wrong_arguments_are_named(x: tuple, head: tuple, labels: tuple, options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        linear_cross_entropy(jnp.zeros(x), jnp.zeros(head), jnp.zeros(labels, jnp.int32), **options)
+
+
+def test_wrong_dtypes_and_an_unfrozen_packed_head_are_named() -> None:
+    x, head, labels = jnp.zeros((2, 3, 4)), jnp.zeros((8, 4)), jnp.zeros((2, 3), jnp.int32)
+    with pytest.raises(ValueError, match="x must be floating-point; got int32"):
+        linear_cross_entropy(x.astype(jnp.int32), head, labels)
+    with pytest.raises(ValueError, match=r"labels must be integers .* got float32\(2, 3\)"):
+        linear_cross_entropy(x, head, labels.astype(jnp.float32))
+    with pytest.raises(ValueError, match="NF4 head has no gradient; got frozen_head=False"):
+        linear_cross_entropy(x, random_weight(jax.random.key(0), (8, 4)), labels)
