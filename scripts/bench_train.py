@@ -1,0 +1,252 @@
+"""Times one LoRA or QLoRA training step on random weights and random tokens, beside the peers people use today.
+
+Usage: python scripts/bench_train.py [--shape llama3.1-8b] [--base nf4] [--remat full] [--batch 4x2048] [--peers hf-liger unsloth]
+       python scripts/bench_train.py --only ...     (this process times gymjax alone and prints one line)
+
+Every system runs in a process of its own, one after the other, on the same machine; the lines go to --out (by default
+scripts/results/train.jsonl). Peers need a folder for their model (--peer-model), which is made when it is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+SHAPES = {
+    "llama3.1-8b": {
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "rope_theta": 500000.0,
+        "rms_norm_eps": 1e-5,
+    },
+    "llama2-7b": {
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "rms_norm_eps": 1e-5,
+    },
+    "tiny": {
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
+}
+RANK = 16
+METRICS = {"tok_s": True, "peak_gib": False}  # whether more is better
+
+
+def random_model(shape: str, base: str):
+    """A decoder with random weights made on the device, layer by layer, so that making it costs no extra memory."""
+    import jax
+    import jax.numpy as jnp
+    from flax import nnx
+
+    from gymjax.adapters.select import variable_at
+    from gymjax.models import decoder_config
+    from gymjax.models.decoder import Decoder
+    from gymjax.models.names import hf_weights
+    from pallas_kernels.nf4_linear import NF4Weight
+
+    cfg = decoder_config({"model_type": "llama", **SHAPES[shape]})
+    dtype = jnp.bfloat16
+    model = nnx.eval_shape(lambda: Decoder(cfg, dtype=dtype))
+
+    def packed(key, out_width: int, in_width: int) -> NF4Weight:
+        blocks = out_width * in_width // 64
+        codes_key, absmax_key = jax.random.split(key)
+        return NF4Weight(
+            codes=jax.random.bits(codes_key, (out_width * in_width // 2,), jnp.uint8),
+            absmax=jax.random.bits(absmax_key, (blocks,), jnp.uint8),
+            nested_absmax=jnp.full(-(-blocks // 256), 0.01, jnp.float32),
+            offset=jnp.float32(0.04),
+            shape=(out_width, in_width),
+            dtype="bfloat16",
+        )
+
+    def dense(key, shape: tuple[int, ...]):
+        return jax.random.normal(key, shape, dtype) * 0.02
+
+    for i, path in enumerate(dict.fromkeys(weight.path for weight in hf_weights(cfg))):
+        module, name = variable_at(model, path)
+        shape_ = getattr(module, name).get_value().shape
+        key = jax.random.fold_in(jax.random.key(0), i)
+        if name == "scale":
+            value = jnp.ones(shape_, dtype)
+        elif path[0] != "stacks":
+            value = jax.jit(dense, static_argnums=1)(key, shape_)
+        else:
+            make = (lambda k, s=shape_[1:]: packed(k, *s)) if base == "nf4" else (lambda k, s=shape_[1:]: dense(k, s))
+            value = jax.jit(lambda keys, make=make: jax.lax.map(make, keys))(jax.random.split(key, shape_[0]))
+        setattr(module, name, nnx.Param(value))
+    return model
+
+
+def time_step(shape: str, base: str, remat: str, rows: int, length: int, attention: str | None, steps: int) -> dict:
+    """Compiles and times the trainer's own step; returns tok_s, peak_gib, compile_s, loss, predicted_gib."""
+    import jax
+    import numpy as np
+
+    from gymjax.adapters.lora import LoraSpec, attach
+    from gymjax.config import OptimConfig
+    from gymjax.optim.build import build
+    from gymjax.training.compile import compile_program
+    from gymjax.training.metrics import peak_flops, peak_memory_gib, step_flops
+    from gymjax.training.step import StepSettings, init_state, make_step, split_model
+
+    model = random_model(shape, base)
+    attach(model, LoraSpec(rank=RANK, alpha=RANK), key=jax.random.key(1))
+    graphdef, params, frozen = split_model(model)
+    optimizer = build(OptimConfig(learning_rate=1e-4), 1000, params)
+    state = init_state(params, optimizer, None)
+    settings = StepSettings(seed=0, max_grad_norm=1.0, remat=remat, attention=attention, packed=False)
+    tokens = np.random.default_rng(0).integers(3, model.cfg.vocab_size, (1, rows, length)).astype(np.int32)
+    batch = {
+        "tokens": tokens,
+        "targets": np.roll(tokens, -1, axis=-1),
+        "loss_weights": np.ones(tokens.shape, np.float32),
+        "segment_ids": np.ones(tokens.shape, np.int32),
+        "positions": np.broadcast_to(np.arange(length, dtype=np.int32), tokens.shape),
+    }
+    batch = jax.device_put(batch)
+    step = jax.jit(make_step(graphdef, optimizer, settings), donate_argnums=0)
+    program = compile_program(step, state, frozen, batch)
+    del model
+    for _ in range(3):
+        state, metrics = program.call(state, frozen, batch)
+    jax.block_until_ready(metrics)
+    seconds = []
+    for _ in range(steps):
+        started = time.perf_counter()
+        state, metrics = program.call(state, frozen, batch)
+        jax.block_until_ready(metrics)
+        seconds.append(time.perf_counter() - started)
+    median = statistics.median(seconds)
+    cfg, peak = SHAPES[shape], peak_flops()
+    flops = step_flops(decoder_cfg(cfg), rows * length, length, frozen_base=True)
+    return {
+        "tok_s": rows * length / median,
+        "seconds": median,
+        "spread": (max(seconds) - min(seconds)) / median,
+        "peak_gib": peak_memory_gib(),
+        "predicted_gib": program.peak_gib,
+        "compile_s": program.seconds,
+        "mfu": None if peak is None else flops / median / peak,
+        "loss": float(metrics["loss"]),
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+    }
+
+
+def decoder_cfg(hf: dict):
+    """DecoderConfig of a shape."""
+    from gymjax.models import decoder_config
+
+    return decoder_config({"model_type": "llama", **hf})
+
+
+def commit() -> str:
+    """The checked-out commit, or what GYMJAX_COMMIT says where there is no repository."""
+    if "GYMJAX_COMMIT" in os.environ:
+        return os.environ["GYMJAX_COMMIT"]
+    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
+    return done.stdout.strip() or "unknown"
+
+
+def run_process(command: list[str]) -> dict | None:
+    """Runs one system; its last line that begins with RESULT is its measurement, None when it failed."""
+    print("+", " ".join(command), flush=True)
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    results = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    if done.returncode or not results:
+        print(f"failed with status {done.returncode}:\n{done.stdout[-1500:]}\n{done.stderr[-3000:]}", flush=True)
+        return None
+    print(results[-1], flush=True)
+    return json.loads(results[-1].removeprefix("RESULT "))
+
+
+def lines(case: str, ours: dict, peers: dict[str, dict]) -> list[dict]:
+    """Result lines: each metric of our step beside each peer's, and our compile time by itself."""
+    about = {"device": ours["device"], "jax": ours["jax"], "commit": commit()}
+    about["time"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    shared = {"bench": "train", "case": case, "implementation": "gymjax"}
+    alone = {"peer": None, "peer_value": None, "ratio": None}
+    found = [shared | {"metric": name, "value": ours[name]} | alone | about for name in ("compile_s", "mfu") if ours[name]]
+    for peer, theirs in peers.items():
+        for metric, more_is_better in METRICS.items():
+            if ours[metric] is None:
+                continue
+            ratio = ours[metric] / theirs[metric] if more_is_better else theirs[metric] / ours[metric]
+            values = {"metric": metric, "value": ours[metric], "peer": peer, "peer_value": theirs[metric], "ratio": ratio}
+            found.append(shared | values | about)
+    return found
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", choices=SHAPES, default="llama3.1-8b")
+    parser.add_argument("--base", choices=("nf4", "bf16"), default="nf4")
+    parser.add_argument("--remat", choices=("full", "selective", "none"), default="full")
+    parser.add_argument("--batch", default="4x2048", help="rows x tokens")
+    parser.add_argument("--attention", choices=("cudnn", "xla"), help="default: the fastest")
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--peers", nargs="*", default=[], choices=("hf-liger", "unsloth"))
+    parser.add_argument("--peer-model", default="outputs/peer_model")
+    parser.add_argument("--out", default=str(ROOT / "scripts" / "results" / "train.jsonl"))
+    parser.add_argument("--only", action="store_true", help="time gymjax in this process and print the result")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str]) -> int:
+    """Times gymjax and the peers, appends lines."""
+    options = parse(arguments)
+    rows, length = map(int, options.batch.split("x"))
+    if options.only:
+        chosen = (options.shape, options.base, options.remat, rows, length, options.attention, options.steps)
+        print("RESULT " + json.dumps(time_step(*chosen)))
+        return 0
+    ours = run_process([sys.executable, __file__, "--only", *[a for a in arguments if a != "--only"]])
+    if ours is None:
+        return 1
+    script = str(ROOT / "scripts" / "peer_step.py")
+    if options.peers and not (Path(options.peer_model) / "config.json").exists():
+        subprocess.run([sys.executable, script, "make", options.peer_model, json.dumps(SHAPES[options.shape])], check=True)
+    peers = {}
+    for peer in options.peers:
+        measured = run_process([sys.executable, script, peer, options.peer_model, options.base, str(rows), str(length)])
+        if measured is not None:
+            peers[peer] = measured
+    case = f"{options.shape}-{options.base}-{options.batch}-r{RANK}-{options.remat}-remat"
+    found = lines(case, ours, peers)
+    out = Path(options.out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with out.open("a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in found)
+    for line in found:
+        print(json.dumps(line))
+    return int(len(peers) < len(options.peers))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

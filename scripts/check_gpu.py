@@ -1,0 +1,138 @@
+"""Checks on a GPU what the CPU tests cannot: the GPU's implementations of every operation against f32 on the same inputs.
+
+Usage: python scripts/check_gpu.py        (exit status 1 where an error is above its bar)
+
+The bar is DESIGN's: 1.5 times the error that dense XLA makes in the same 16-bit dtype; bit equality for NF4.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from gymjax.quant import nf4
+from pallas_kernels.flash_attention import flash_attention
+from pallas_kernels.linear_cross_entropy import linear_cross_entropy
+from pallas_kernels.nf4_linear import dequantize, nf4_linear
+
+FLOOR = 1e-7  # errors below this are rounding of the comparison itself
+
+
+def error(value, reference) -> float:
+    """Relative error in the Frobenius norm, NaN counted as infinite."""
+    value, reference = np.asarray(value, np.float64), np.asarray(reference, np.float64)
+    norm = float(np.linalg.norm(value - reference) / max(np.linalg.norm(reference), 1e-30))
+    return norm if np.isfinite(norm) else float("inf")
+
+
+def out_and_grads(function, args, cotangent):
+    """Output and gradients of all arguments, as one tuple."""
+
+    def run(args, cotangent):
+        out, back = jax.vjp(function, *args)
+        return out, *back(cotangent.astype(out.dtype))
+
+    return jax.jit(run)(args, cotangent)
+
+
+def compare(name: str, function, dense, args, cotangent, names) -> bool:
+    """Errors of `function` and of `dense` in the 16-bit dtype, both against `dense` in f32; prints and judges them."""
+    with jax.default_matmul_precision("highest"):
+        wide = [arg.astype(jnp.float32) if jnp.issubdtype(arg.dtype, jnp.floating) else arg for arg in args]
+        reference = out_and_grads(dense, wide, cotangent.astype(jnp.float32))
+    got = out_and_grads(function, args, cotangent)
+    plain = out_and_grads(dense, args, cotangent)
+    good = True
+    for label, value, other, truth in zip(names, got, plain, reference, strict=True):
+        mine, its = error(value, truth), error(other, truth)
+        passed = mine <= max(1.5 * its, FLOOR)
+        good &= passed
+        print(f"{'ok  ' if passed else 'FAIL'} {name:<52} {label:<4} {mine:.2e}  dense {its:.2e}", flush=True)
+    return good
+
+
+def check_attention() -> bool:
+    """cuDNN: grouped heads, windows, packed segments with padding, odd lengths."""
+    good = True
+    cases = itertools.product((127, 192, 512), ((8, 2, 64), (4, 4, 128)), (None, 64), (False, True))
+    for tokens, (heads, kv_heads, width), window, packed in cases:
+        keys = jax.random.split(jax.random.key(tokens), 4)
+        shapes = [(2, tokens, heads, width), *[(2, tokens, kv_heads, width)] * 2, (2, tokens, heads, width)]
+        q, k, v, cotangent = (jax.random.normal(key, s, jnp.bfloat16) for key, s in zip(keys, shapes, strict=True))
+        third = tokens // 3
+        ids = np.repeat([1, 2, 0], [third, tokens - third - 9, 9])[None].repeat(2, 0)
+        segments = jnp.asarray(ids, jnp.int32) if packed else None
+
+        def attend(q, k, v, implementation, window=window, segments=segments):
+            return flash_attention(q, k, v, window=window, segment_ids=segments, implementation=implementation)
+
+        name = f"flash_attention T{tokens} N{heads} K{kv_heads} H{width} window {window} packed {packed}"
+        good &= compare(
+            name,
+            lambda *a, f=attend: f(*a, "cudnn"),
+            lambda *a, f=attend: f(*a, "xla"),
+            (q, k, v),
+            cotangent,
+            ("out", "dq", "dk", "dv"),
+        )
+    return good
+
+
+def check_loss() -> bool:
+    """Chunked loss against dense logits, frozen and trained head."""
+    good = True
+    for frozen in (True, False):
+        x_key, head_key, label_key = jax.random.split(jax.random.key(3), 3)
+        x = jax.random.normal(x_key, (2, 1000, 512), jnp.bfloat16)
+        head = jax.random.normal(head_key, (32003, 512), jnp.bfloat16) * 0.05
+        labels = jax.random.randint(label_key, (2, 1000), 0, 32003).at[:, ::7].set(-100)
+
+        def dense(x, head, labels=labels, frozen=frozen):
+            head = jax.lax.stop_gradient(head) if frozen else head
+            logits = jnp.einsum("btd,vd->btv", x, head, preferred_element_type=jnp.float32)
+            nll = jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, labels.clip(0)[..., None], -1)[..., 0]
+            return jnp.where(labels >= 0, nll, 0)
+
+        def chunked(x, head, labels=labels, frozen=frozen):
+            return linear_cross_entropy(x, head, labels, frozen_head=frozen, chunk_tokens=512)
+
+        names = ("nll", "dx", "dh")
+        good &= compare(f"linear_cross_entropy frozen head {frozen}", chunked, dense, (x, head), jnp.ones((2, 1000)), names)
+    return good
+
+
+def check_nf4() -> bool:
+    """Dequantized bits on the GPU equal the CPU's; the product against the dense one."""
+    w = np.random.default_rng(0).standard_normal((384, 448)).astype(np.float32)
+    packed = jax.tree.map(jnp.asarray, nf4.quantize(w))
+    on_gpu = np.asarray(jax.jit(dequantize)(packed)).view(np.uint16)
+    with jax.default_device(jax.devices("cpu")[0]):
+        on_cpu = np.asarray(dequantize(jax.tree.map(np.asarray, packed))).view(np.uint16)
+    same = bool((on_gpu == on_cpu).all())
+    print(f"{'ok  ' if same else 'FAIL'} nf4 dequantized bits")
+    x, cotangent = (jax.random.normal(jax.random.key(i), (100, n), jnp.bfloat16) for i, n in ((0, 448), (1, 384)))
+    dense_w = dequantize(packed)
+
+    def dense(x):
+        return x @ dense_w.astype(x.dtype).T
+
+    return same & compare("nf4_linear", lambda x: nf4_linear(x, packed), dense, (x,), cotangent, ("out", "dx"))
+
+
+def main() -> int:
+    """Runs every check."""
+    print(jax.devices()[0].device_kind, "jax", jax.__version__)
+    results = [check_attention(), check_loss(), check_nf4()]
+    print("all good" if all(results) else "some checks FAILED")
+    return int(not all(results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,127 @@
+"""Times one LoRA or QLoRA training step of a peer (torch) for bench_train.py, which starts one process per measurement.
+
+Usage: python scripts/peer_step.py make FOLDER '{"hidden_size": ...}'      writes a random Llama of that shape
+       python scripts/peer_step.py hf-liger|unsloth FOLDER nf4|bf16 ROWS LENGTH
+"""
+
+# Unsloth must be imported before transformers: imports stand where they are needed.
+import json
+import os
+import statistics
+import sys
+import time
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("UNSLOTH_DISABLE_STATISTICS", "1")
+
+RANK = 16
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def make(folder: str, shape: dict) -> None:
+    """Writes a Llama of the given shape with normal(0, 0.02) weights and a word-level tokenizer of that vocabulary."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, initialization
+
+    rope = {"rope_type": "default", "rope_theta": shape.pop("rope_theta", 10000.0)}
+    config = LlamaConfig(**shape, max_position_embeddings=131072, rope_parameters=rope, tie_word_embeddings=False)
+    config.bos_token_id, config.eos_token_id, config.pad_token_id = 0, 1, 2
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("cuda"), initialization.no_init_weights():
+        model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.fill_(1.0) if "norm" in name else weight.normal_(0, 0.02)
+    model.save_pretrained(folder, max_shard_size="4GB")
+    words = {"<s>": 0, "</s>": 1, "<pad>": 2} | {f"t{i}": i for i in range(3, shape["vocab_size"])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
+
+
+def load_unsloth(folder: str, base: str, length: int):
+    """Unsloth's model and adapter with its own checkpointing."""
+    import unsloth
+    import torch
+
+    options = {"max_seq_length": length, "dtype": torch.bfloat16, "local_files_only": True}
+    model, _ = unsloth.FastLanguageModel.from_pretrained(folder, load_in_4bit=base == "nf4", **options)
+    model = unsloth.FastLanguageModel.get_peft_model(
+        model,
+        r=RANK,
+        lora_alpha=RANK,
+        lora_dropout=0,
+        target_modules=TARGETS,
+        bias="none",
+        use_gradient_checkpointing="unsloth",
+        random_state=0,
+    )
+    unsloth.FastLanguageModel.for_training(model)
+    return model
+
+
+def load_hf_liger(folder: str, base: str, length: int):
+    """transformers + PEFT + bitsandbytes with SDPA attention and Liger's kernels."""
+    import torch
+    from liger_kernel.transformers import apply_liger_kernel_to_llama
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    apply_liger_kernel_to_llama()
+    packed = None
+    if base == "nf4":
+        packed = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=torch.bfloat16,
+        )
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=packed, dtype=torch.bfloat16, device_map={"": 0}, attn_implementation="sdpa"
+    )
+    model.config.use_cache = False
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.enable_input_require_grads()
+    model = get_peft_model(model, LoraConfig(r=RANK, lora_alpha=RANK, target_modules=TARGETS, task_type="CAUSAL_LM"))
+    return model.train()
+
+
+def time_step(model, rows: int, length: int) -> dict:
+    """Median of eight steps after three to warm up: forward, backward, fused AdamW on the adapter."""
+    import torch
+
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    optimizer = torch.optim.AdamW(trained, 1e-4, fused=True)
+    tokens = torch.randint(3, model.config.vocab_size, (rows, length), device="cuda")
+    seconds = []
+    for _ in range(11):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - started)
+    median = statistics.median(seconds[3:])
+    peak = torch.cuda.max_memory_allocated() / 2**30
+    return {"tok_s": rows * length / median, "seconds": median, "peak_gib": peak, "loss": float(loss)}
+
+
+def main(arguments: list[str]) -> None:
+    """Makes the model, or times one peer."""
+    if arguments[0] == "make":
+        make(arguments[1], json.loads(arguments[2]))
+        return
+    peer, folder, base, rows, length = arguments
+    load = {"unsloth": load_unsloth, "hf-liger": load_hf_liger}[peer]
+    print("RESULT " + json.dumps(time_step(load(folder, base, int(length)), int(rows), int(length))))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
