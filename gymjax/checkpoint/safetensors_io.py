@@ -122,12 +122,12 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
         for name, tensor in tensors.items():
-            value = np.ascontiguousarray(tensor.read())
+            value = np.asarray(tensor.read())
             if value.shape != tensor.shape or value.dtype != tensor.dtype:
                 raise ValueError(
                     f"{name} was declared {np.dtype(tensor.dtype)}{tensor.shape}, but is {value.dtype}{value.shape}"
                 )
-            file.write(value.reshape(-1).view(np.uint8))
+            file.write(np.ascontiguousarray(value).reshape(-1).view(np.uint8))
 
 
 def total_bytes(tensors: Iterable[Tensor]) -> int:

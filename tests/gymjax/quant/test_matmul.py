@@ -28,7 +28,7 @@ def test_packed_product_equals_the_dequantized_one():
 
 
 def test_bad_width_names_both():
-    with pytest.raises(ValueError, match="width 5.*takes 65"):
+    with pytest.raises(ValueError, match=r"width 5.*takes 65"):
         matmul(jnp.zeros((2, 5)), quantize(normal(33, 65)))
 
 

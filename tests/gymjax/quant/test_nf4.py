@@ -89,13 +89,13 @@ def test_bitsandbytes_entries_round_trip(double_quant):
 def test_bad_weights_that_are_not_finite(bad):
     w = normal((4, 100))
     w[2, 99] = bad
-    with pytest.raises(ValueError, match="w must be finite.*element 299"):
+    with pytest.raises(ValueError, match=r"w must be finite.*element 299"):
         quantize(w)
 
 
 @pytest.mark.parametrize("shape", [(3,), (2, 3, 4), (0, 4)])
 def test_bad_weights_that_are_no_matrix(shape):
-    with pytest.raises(ValueError, match="must have two axes"):
+    with pytest.raises(ValueError, match=r"must have two axes"):
         quantize(np.zeros(shape, np.float32))
 
 
@@ -111,18 +111,18 @@ def test_bad_packed_weight_without_its_scales():
     del tensors["x.weight.absmax"], tensors["x.weight.nested_quant_map"]
     with pytest.raises(KeyError, match=r"lacks x.weight.absmax, x.weight.nested_quant_map"):
         from_bitsandbytes(tensors, "x.weight")
-    with pytest.raises(KeyError, match="no quantization state"):
+    with pytest.raises(KeyError, match=r"no quantization state"):
         from_bitsandbytes({"x.weight": tensors["x.weight"]}, "x.weight")
 
 
 def test_bad_packed_weight_of_another_format():
-    with pytest.raises(ValueError, match="blocks of 128"):
+    with pytest.raises(ValueError, match=r"blocks of 128"):
         from_bitsandbytes(entries(blocksize=128), "x.weight")
-    with pytest.raises(ValueError, match="needs 256 bytes of codes and 8 block scales.*holds 128 and 4"):
+    with pytest.raises(ValueError, match=r"needs 256 bytes of codes and 8 block scales.*holds 128 and 4"):
         from_bitsandbytes(entries(shape=[8, 64]), "x.weight")
-    with pytest.raises(ValueError, match="not the table of NF4"):
+    with pytest.raises(ValueError, match=r"not the table of NF4"):
         from_bitsandbytes(entries() | {"x.weight.quant_map": NF4_CODE[::-1]}, "x.weight")
-    with pytest.raises(ValueError, match="packed in FP4"):
+    with pytest.raises(ValueError, match=r"packed in FP4"):
         from_bitsandbytes({"x.weight.quant_state.bitsandbytes__fp4": np.zeros(1, np.uint8)}, "x.weight")
 
 
