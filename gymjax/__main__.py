@@ -12,7 +12,6 @@ from collections.abc import Sequence
 
 import jax
 
-import gymjax
 from gymjax.training.command import run
 
 ENTRIES = {
@@ -26,8 +25,8 @@ ENTRIES = {
     "plot OUTPUT_DIR": "draw the loss curves of a run",
 }
 PACKAGES = (
-    "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "tokenizers", "safetensors", "numpy",
-    "jax-cuda13-plugin", "jax-triton", "nvidia-cudnn-cu13",
+    "gymjax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "tokenizers", "safetensors",
+    "numpy", "jax-cuda13-plugin", "jax-triton", "nvidia-cudnn-cu13",
 )  # fmt: skip
 USAGE = """
 usage: python -m gymjax
@@ -43,7 +42,7 @@ def entries() -> str:
 
 def versions() -> dict[str, str]:
     """Versions of gymjax, Python and the packages that it computes with; absent ones are left out."""
-    found = {"gymjax": gymjax.__version__, "python": platform.python_version(), "system": platform.platform()}
+    found = {"python": platform.python_version(), "system": platform.platform()}
     for package in PACKAGES:
         try:
             found[package] = importlib.metadata.version(package)

@@ -17,8 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Float, Int
-from rich.console import Console
-from rich.table import Table
 
 from gymjax.adapters.lora import merge
 from gymjax.checkpoint.load import load_base, locate
@@ -30,8 +28,8 @@ from gymjax.models.decoder import Decoder
 from gymjax.training.command import flag, keys_text, run, split_arguments, take
 
 OWN = {
-    "torch": "true (default): compare with transformers and PEFT in a separate Python; false: only merged with adapter",
-    "tolerance": "largest difference over largest logit that passes (default 1e-4: f32 sums in another order)",
+    "torch": "true (default): compare with transformers and PEFT too, in a Python of their own",
+    "tolerance": "largest difference over largest logit (default 1e-4: f32 sums in another order)",
     "tokens": "length of the two random rows that are compared (default 64)",
 }
 PYTHON = "GYMJAX_TORCH_PYTHON"
@@ -42,13 +40,14 @@ from transformers import AutoModelForCausalLM
 request = json.loads(sys.argv[1])
 options = {"dtype": torch.float32, "local_files_only": True}
 options |= {"gguf_file": request["gguf"]} if request["gguf"] else {"use_safetensors": True}
-model = AutoModelForCausalLM.from_pretrained(request["folder"], **options)
-if request["adapter"]:
-    from peft import PeftModel
-    model = PeftModel.from_pretrained(model, request["adapter"])
+model = AutoModelForCausalLM.from_pretrained(request["folder"], **options).eval()
 tokens = torch.from_numpy(numpy.load(request["tokens"])).long()
 with torch.no_grad():
-    numpy.save(request["logits"], model.eval()(tokens).logits.float().numpy())
+    numpy.save(request["base"], model(tokens).logits.float().numpy())
+    if request["adapter"]:
+        from peft import PeftModel
+        model = PeftModel.from_pretrained(model, request["adapter"]).eval()
+        numpy.save(request["adapted"], model(tokens).logits.float().numpy())
 """
 
 
@@ -123,14 +122,13 @@ def verify(config: Config, *, torch: bool = True, tolerance: float = 1e-4, token
     rows = np.random.default_rng(0).integers(0, model.cfg.vocab_size, (2, length), dtype=np.int32)
     found = []
     if python is not None:
-        theirs = torch_logits(python, path, rows)
-        found.append(compare("base: gymjax and transformers", logits(model, rows), theirs, tolerance))
+        theirs, theirs_adapted = torch_logits(python, path, rows, adapter)
+        found.append(compare("base in gymjax; in transformers", logits(model, rows), theirs, tolerance))
     if adapter is not None:
         load_adapter(model, adapter)
         adapted = logits(model, rows)
         if python is not None:
-            theirs = torch_logits(python, path, rows, adapter)
-            found.append(compare("adapter: gymjax and PEFT", adapted, theirs, tolerance))
+            found.append(compare("adapter in gymjax; in PEFT", adapted, theirs_adapted, tolerance))
         found += _merged(config, model, adapter, adapted, rows, tolerance)
     return found
 
@@ -139,16 +137,16 @@ def _merged(config: Config, model: Decoder, adapter: Path, adapted, rows, tolera
     """The merged model against the adapter; with a quantized base also against the adapter over that."""
     merge(model)
     merged = logits(model, rows)
-    found = [compare("merged in f32, and the adapter", merged, adapted, tolerance)]
+    found = [compare("merged in f32; adapter", merged, adapted, tolerance)]
     dtype = jnp.dtype(config.export.export_dtype or "bfloat16")
     rounded = jax.tree.map(lambda leaf: leaf.astype(dtype).astype(leaf.dtype), nnx.state(model))
     nnx.update(model, rounded)
     merged = logits(model, rows)
-    found.append(compare(f"merged and rounded to {dtype.name}, and the adapter", merged, adapted, None))
+    found.append(compare(f"merged, rounded to {dtype.name}; adapter", merged, adapted, None))
     if config.model.quantization_bit:
         packed = load_base(config.model, policy("fp32")).model
         load_adapter(packed, adapter)
-        name = f"merged and rounded to {dtype.name}, and the adapter over the 4-bit base"
+        name = f"merged, rounded to {dtype.name}; adapter over the 4-bit base"
         found.append(compare(name, merged, logits(packed, rows), None))
     return found
 
@@ -176,15 +174,15 @@ def torch_python() -> str:
 
 def torch_logits(
     python: str, path: Path, tokens: Int[np.ndarray, "B T"], adapter: Path | None = None
-) -> Float[np.ndarray, "B T V"]:
-    """Logits of transformers (and PEFT) in f32, computed by another interpreter.
+) -> tuple[Float[np.ndarray, "B T V"], Float[np.ndarray, "B T V"] | None]:
+    """Logits of transformers, and of PEFT where there is an adapter, in f32, computed by another interpreter.
 
     Raises:
         ValueError: that interpreter failed; the message has its last line.
     """
     folder, gguf = (path.parent, path.name) if path.suffix == ".gguf" else (path, None)
     with tempfile.TemporaryDirectory() as temporary:
-        files = {name: str(Path(temporary) / f"{name}.npy") for name in ("tokens", "logits")}
+        files = {name: str(Path(temporary) / f"{name}.npy") for name in ("tokens", "base", "adapted")}
         np.save(files["tokens"], tokens)
         request = {"folder": str(folder), "gguf": gguf, "adapter": adapter and str(adapter), **files}
         environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
@@ -194,17 +192,20 @@ def torch_logits(
         if ended.returncode:
             lines = ended.stderr.strip().splitlines() or [f"exit status {ended.returncode}"]
             raise ValueError(f"{python} could not compute transformers' logits of {path}: {lines[-1]}")
-        return np.load(files["logits"])
+        return np.load(files["base"]), np.load(files["adapted"]) if adapter else None
 
 
-def report(found: Sequence[Comparison]) -> Table:
+def report(found: Sequence[Comparison]) -> str:
     """A table of comparisons."""
-    table = Table("compared", "max difference", "max logit", "same argmax", "", box=None, pad_edge=False)
+    width = max(len(row.name) for row in found)
     verdict = {True: "passed", False: "FAILED", None: "reported only"}
-    for row in found:
-        numbers = (f"{row.max_difference:.3g}", f"{row.max_logit:.3g}", f"{row.agreement:.2%}")
-        table.add_row(row.name, *numbers, verdict[row.passed])
-    return table
+    lines = [f"{'f32 logits compared':<{width}}  max difference  max logit  same argmax"]
+    lines += [
+        f"{row.name:<{width}}  {row.max_difference:14.3g}  {row.max_logit:9.3g}  {row.agreement:11.2%}"
+        f"  {verdict[row.passed]}"
+        for row in found
+    ]
+    return "\n".join(lines)
 
 
 def usage() -> str:
@@ -230,7 +231,7 @@ def main(arguments: Sequence[str]) -> int:
     if tolerance <= 0 or tokens < 1:
         raise ConfigError(f"command line: tolerance and tokens must be above 0, are {tolerance:g} and {tokens}")
     found = verify(load(path, overrides), torch=flag(own, "torch", default=True), tolerance=tolerance, tokens=tokens)
-    Console().print(report(found))
+    print(report(found))
     return int(any(row.passed is False for row in found))
 
 

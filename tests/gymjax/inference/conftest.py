@@ -1,34 +1,7 @@
-import dataclasses
-
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
-from flax import nnx
-from tokenizers import Tokenizer, decoders, pre_tokenizers
-from tokenizers.models import BPE
-from transformers import PreTrainedTokenizerFast
 
-from gymjax.models.decoder import Decoder, DecoderConfig, LayerKind, Stack
-from gymjax.nn.rope import RopeConfig
+from gymjax.models.decoder import LayerKind, Stack
 
-CHATML = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-BASE = DecoderConfig(
-    vocab_size=272,
-    width=32,
-    ffn_width=48,
-    heads=4,
-    kv_heads=2,
-    head_dim=8,
-    stacks=(Stack((LayerKind(),), 2),),
-    rope=RopeConfig(),
-    norm_eps=1e-6,
-    max_positions=256,
-    tie_embeddings=True,
-)
 VARIANTS = {
     "gqa": {},
     "mqa_biases_untied": {"kv_heads": 1, "tie_embeddings": False, "qkv_bias": True, "out_bias": True, "mlp_bias": True},
@@ -38,42 +11,16 @@ VARIANTS = {
 }
 
 
-def random_model(dtype=jnp.float32, seed=0, **changes):
-    model = Decoder(dataclasses.replace(BASE, **changes), dtype=dtype)
-    rng = np.random.default_rng(seed)
-
-    def fill(path, leaf):
-        noise = rng.normal(0, 0.3, leaf.shape)
-        return jnp.asarray(noise + (path[-2].key == "scale"), leaf.dtype)
-
-    nnx.update(model, jax.tree_util.tree_map_with_path(fill, nnx.state(model)))
-    return model
-
-
 @pytest.fixture(scope="session")
-def make_model():
-    return random_model
-
-
-@pytest.fixture(scope="session")
-def model():
-    return random_model()
+def model(make_model):
+    return make_model()
 
 
 @pytest.fixture(scope="session", params=VARIANTS)
-def any_model(request):
-    return random_model(**VARIANTS[request.param])
+def any_model(request, make_model):
+    return make_model(**VARIANTS[request.param])
 
 
 @pytest.fixture(scope="session")
-def tokenizer():
-    """One token a byte, so that a random model cuts characters in two."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(BPE({char: i for i, char in enumerate(alphabet)}, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="<|endoftext|>", additional_special_tokens=["<|im_start|>", "<|im_end|>"]
-    )
-    tokenizer.chat_template = CHATML
-    return tokenizer
+def tokenizer(byte_tokenizer):
+    return byte_tokenizer

@@ -1,0 +1,146 @@
+import json
+import shutil
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from gymjax import export, verify
+from gymjax.config import ConfigError
+from gymjax.generate import load_adapted
+
+
+def test_merged_folder_computes_what_the_adapter_computes(base, adapter, tmp_path, make_config, capsys):
+    out = tmp_path / "merged"
+    arguments = [f"model_name_or_path={base}", f"adapter_name_or_path={adapter}", f"export_dir={out}"]
+    export.main([*arguments, "export_size=0.00004"])
+    assert f"with {adapter} merged in to {out}" in capsys.readouterr().out
+    assert len(list(out.glob("model-*-of-*.safetensors"))) > 1
+    assert (out / "tokenizer.json").exists()
+    merged = load_adapted(make_config(model_name_or_path=str(out)))
+    assert merged.tokenizer.chat_template == load_adapted(make_config()).tokenizer.chat_template
+    tokens = np.arange(24, dtype=np.int32)[None]
+    ours = verify.logits(merged.model, tokens)
+    wanted = verify.logits(load_adapted(make_config(adapter_name_or_path=str(adapter))).model, tokens)
+    np.testing.assert_allclose(ours, wanted, atol=1e-4 * np.abs(wanted).max())  # f32 sums in another order
+    with pytest.raises(ConfigError, match="is not empty; give another folder, or overwrite=true"):
+        export.main(arguments)
+    export.main([*arguments, "overwrite=true", "export_dtype=bfloat16"])
+    assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
+    assert [path.name for path in out.glob("*.safetensors")] == ["model.safetensors"]
+
+
+def test_a_merge_rounds_once(base, adapter, tmp_path, make_config):
+    """bf16 base: the written weight is bf16(f32(w) + f32 delta), whatever the run computes in."""
+    half = tmp_path / "half"
+    export.export_model(make_config(export_dtype="bfloat16"), half)
+    merged = export.load_merged(make_config(model_name_or_path=str(half), quantization_bit=4), adapter)
+    stored = load_file(half / "model.safetensors")["model.layers.1.mlp.up_proj.weight"].astype(np.float32)
+    factors = load_file(adapter / "adapter_model.safetensors")
+    a, b = (factors[f"base_model.model.model.layers.1.mlp.up_proj.lora_{kind}.weight"] for kind in "AB")
+    wanted = jnp.asarray(stored + 2.0 * b.astype(np.float64) @ a, jnp.bfloat16)
+    ours = merged.model.stacks[0][0].mlp.up.w.get_value()[1]
+    assert ours.dtype == jnp.bfloat16
+    # The f32 product may fall on the other side of a rounding border for a few of 1536 weights.
+    assert np.mean(np.asarray(ours) == np.asarray(wanted)) > 0.995
+
+
+def test_adapter_alone_is_copied_out_of_a_run_or_its_checkpoint(base, adapter, tmp_path):
+    checkpoint = tmp_path / "run" / "checkpoint-7"
+    shutil.copytree(adapter, checkpoint)
+    (checkpoint / "trainer_state.json").write_text("{}")
+    out = tmp_path / "out"
+    export.main(
+        [f"model_name_or_path={base}", f"adapter_name_or_path={checkpoint}", "merge=false", f"export_dir={out}"]
+    )
+    assert (out / "adapter_model.safetensors").read_bytes() == (adapter / "adapter_model.safetensors").read_bytes()
+    assert (out / "adapter_config.json").exists()
+    assert (out / "tokenizer.json").exists()
+    assert not (out / "trainer_state.json").exists()
+
+
+def test_the_adapter_of_output_dir_is_found(adapter, make_config):
+    assert export.adapter_folder(make_config()) is None
+    assert export.adapter_folder(make_config(output_dir=str(adapter))) == adapter
+    assert export.adapter_folder(make_config(output_dir="a", adapter_name_or_path="b")).name == "b"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "export_dir must be given"),
+        (["export_dir=FOLDER/file"], "is a file; give a folder"),
+        (["export_dir=FOLDER/new", "merge=false"], "merge=false needs an adapter"),
+        (["export_dir=FOLDER/new", "merge=perhaps"], "merge must be true or false, is perhaps"),
+    ],
+)
+def test_bad_exports_are_named(base, tmp_path, arguments, message):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError) as error:
+        export.main([f"model_name_or_path={base}", *(a.replace("FOLDER", str(tmp_path)) for a in arguments)])
+    assert message in str(error.value)
+
+
+def test_verify_compares_merged_weights_with_the_adapter(base, adapter, capsys):
+    arguments = [f"model_name_or_path={base}", f"adapter_name_or_path={adapter}", "quantization_bit=4", "torch=false"]
+    assert verify.main([*arguments, "tokens=12"]) == 0
+    printed = capsys.readouterr().out
+    assert "merged in f32; adapter " in printed
+    assert "over the 4-bit base" in printed
+    assert printed.count("reported only") == 2
+    assert verify.main([*arguments, "tokens=12", "tolerance=1e-12"]) == 1
+    assert "FAILED" in capsys.readouterr().out
+
+
+def test_comparison_counts_differences_and_argmax():
+    theirs = np.zeros((1, 2, 3), np.float32)
+    theirs[0, :, 1] = 4.0
+    ours = theirs.copy()
+    ours[0, 1, 2] = 5.0
+    row = verify.compare("x", ours, theirs, 1e-4)
+    assert (row.max_difference, row.max_logit, row.agreement, row.passed) == (5.0, 4.0, 0.5, False)
+    assert verify.compare("x", theirs, theirs, 1e-4).passed is True
+    assert verify.compare("x", ours, theirs, None).passed is None
+    with pytest.raises(ValueError, match="must have one shape"):
+        verify.compare("x", ours, theirs[:, :1], 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["torch=false"], "nothing to compare"),
+        (["tolerance=small"], "tolerance and tokens must be numbers"),
+        (["tokens=0"], "must be above 0"),
+    ],
+)
+def test_bad_verifications_are_named(base, arguments, message):
+    with pytest.raises(ConfigError) as error:
+        verify.main([f"model_name_or_path={base}", *arguments])
+    assert message in str(error.value)
+
+
+def test_missing_torch_interpreter_is_named(monkeypatch, tmp_path):
+    monkeypatch.setenv(verify.PYTHON, str(tmp_path / "none"))
+    with pytest.raises(FileNotFoundError, match="give a Python that has torch and transformers"):
+        verify.torch_python()
+    monkeypatch.delenv(verify.PYTHON)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(verify.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(FileNotFoundError, match="or give torch=false"):
+        verify.torch_python()
+
+
+def test_failing_interpreter_is_quoted(base, monkeypatch):
+    monkeypatch.setattr(verify, "_TORCH_SCRIPT", "import nothing")
+    with pytest.raises(ValueError, match=r"could not compute transformers' logits of .*No module named 'nothing'"):
+        verify.torch_logits(sys.executable, base, np.zeros((1, 4), np.int32))
+
+
+@pytest.mark.interop
+def test_verify_against_transformers_and_peft(base, adapter, torch_python, monkeypatch, capsys):
+    monkeypatch.setenv(verify.PYTHON, str(torch_python))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert verify.main([f"model_name_or_path={base}", f"adapter_name_or_path={adapter}", "tokens=24"]) == 0
+    assert capsys.readouterr().out.count("passed") == 3

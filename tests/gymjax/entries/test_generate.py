@@ -1,0 +1,107 @@
+import json
+
+import pytest
+
+from gymjax import generate as entry
+from gymjax.config import ConfigError
+from gymjax.data.errors import DataError
+from gymjax.inference.questions import read_questions
+
+
+@pytest.fixture(scope="module")
+def loaded(make_config):
+    return entry.load_adapted(make_config())
+
+
+def test_prompt_is_asked_through_the_template_or_continued_raw(base, capsys, loaded, make_config):
+    entry.main([f"model_name_or_path={base}", "do_sample=false", "max_new_tokens=12", "prompt=Who are you?"])
+    printed = capsys.readouterr().out
+    asked = entry.answer_prompts(loaded, [[{"role": "user", "content": "Who are you?"}]], make_config())[0]
+    assert printed == asked.text + "\n"
+    raw = entry.answer_prompts(loaded, ["Who are you?"], make_config(), raw=True)[0]
+    assert raw.prompt_tokens == len("Who are you?") < asked.prompt_tokens
+
+
+def test_file_of_prompts_becomes_predictions(base, rows_file, tmp_path, capsys):
+    out = tmp_path / "out"
+    entry.main([f"model_name_or_path={base}", "max_new_tokens=4", f"prompt_file={rows_file}", f"output_dir={out}"])
+    rows = [json.loads(line) for line in (out / "generated_predictions.jsonl").read_text().splitlines()]
+    assert [row["label"] for row in rows] == ["I am a tiny model.", "2.", "Hello!"]
+    assert rows[0]["prompt"] == [{"role": "user", "content": "Who are you?"}]
+    assert all(isinstance(row["predict"], str) for row in rows)
+    assert [path.name for path in out.iterdir()] == ["generated_predictions.jsonl"]
+    assert "wrote 3 answers" in capsys.readouterr().out
+
+
+def test_adapter_changes_the_answer_and_an_unused_one_is_noted(adapter, loaded, make_config, capsys):
+    prompt = [[{"role": "user", "content": "Who are you?"}]]
+    base_text = entry.answer_prompts(loaded, prompt, make_config())[0].text
+    config = make_config(adapter_name_or_path=str(adapter))
+    assert entry.answer_prompts(entry.load_adapted(config), prompt, config)[0].text != base_text
+    entry.load_adapted(make_config(output_dir=str(adapter)))
+    assert f"adapter_name_or_path={adapter} uses the adapter trained there" in capsys.readouterr().err
+
+
+def test_packed_base_answers(make_config):
+    config = make_config(quantization_bit=4)
+    assert len(entry.answer_prompts(entry.load_adapted(config), ["Hi"], config)[0].token_ids) == 12
+
+
+def test_default_answer_length_fits_a_small_model(loaded, make_config):
+    config = make_config(max_new_tokens=None)
+    assert config.generate.max_new_tokens == 1024
+    assert entry.fitting(config.generate, config, loaded).max_new_tokens == 128
+    explicit = make_config(max_new_tokens=1024)
+    with pytest.raises(ValueError, match="exceeds the model's 256 positions"):
+        entry.answer_prompts(loaded, ["Hi"], explicit)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], 'give either prompt="..." or prompt_file=FILE'),
+        (["prompt=a", "prompt_file=b"], 'give either prompt="..." or prompt_file=FILE'),
+        (["prompt=a", "raw=maybe"], "raw must be true or false, is maybe"),
+        (["prompt="], "prompt is empty; write prompt=value"),
+        (["prompt=a"], "model_name_or_path must be given"),
+    ],
+)
+def test_bad_use_is_named(arguments, message):
+    with pytest.raises(ConfigError) as error:
+        entry.main(arguments)
+    assert message in str(error.value)
+
+
+def test_rows_of_every_shape_are_prompts(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    turns = [{"role": "user", "content": "a"}]
+    rows = [
+        {"prompt": "p", "label": "l"},
+        {"prompt": turns, "completion": "c"},
+        {"messages": [*turns, {"role": "assistant", "content": "b"}]},
+        {"instruction": "i", "input": "j", "output": "o"},
+        {"text": "t"},
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    questions = read_questions(path)
+    assert [question.prompt for question in questions] == ["p", turns, turns, "i\nj", "t"]
+    assert [question.label for question in questions] == ["l", "c", "b", "o", ""]
+    (tmp_path / "lines.txt").write_text("one\n\ntwo\n")
+    assert [question.prompt for question in read_questions(tmp_path / "lines.txt")] == ["one", "two"]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"question": "q"}, "prompts.jsonl:1: no prompt among the columns question"),
+        ({"prompt": ""}, "prompts.jsonl:1: the prompt is empty"),
+        ({"prompt": 3}, "prompts.jsonl:1: prompt must be a text or a list of turns, found 3"),
+        ({"text": 3}, "prompts.jsonl:1: text must be a text, found 3"),
+    ],
+)
+def test_bad_prompt_rows_are_named(tmp_path, row, message):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    with pytest.raises(DataError) as error:
+        read_questions(path)
+    assert message in str(error.value)
