@@ -7,10 +7,8 @@ from gymjax.checkpoint.gguf_tokenizer import tokenizer_from_gguf
 class Metadata:
     """Stands for a GGUFFile whose metadata is at hand."""
 
-    origin = "x.gguf"
-    config = {"max_position_embeddings": 512}
-
     def __init__(self, **changes):
+        self.origin, self.config = "x.gguf", {"max_position_embeddings": 512}
         alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
         tokens = [*alphabet, "12", "123", "Ġa", "<|end|>", "<|tool|>"]
         self._fields = {
