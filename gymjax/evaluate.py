@@ -38,6 +38,8 @@ def evaluate_config(config: Config, loaded: LoadedModel | None = None) -> tuple[
     loaded = loaded or load_adapted(config)
     data = dataclasses.replace(config.data, dataset=()) if config.data.eval_dataset else config.data
     prepared = prepare(data, loaded.tokenizer, stage=config.train.stage, seed=config.train.seed)
+    if prepared.eval is None:
+        raise ConfigError("no row is left to evaluate on; see the rows dropped in the data report")
     rows = config.train.per_device_eval_batch_size * jax.device_count()
     attention = ATTENTION[config.model.flash_attn]
     metrics = evaluate(loaded.model, prepared.eval, rows=rows, cutoff_len=config.data.cutoff_len, attention=attention)

@@ -62,8 +62,9 @@ def load_merged(config: Config, adapter: Path | None) -> LoadedModel:
         base = dataclasses.replace(config.model, quantization_bit=None)
         loaded = load_base(base, Policy(param=dtype, compute=dtype, reduce=jnp.float32))
         for layer, _ in linears(loaded.model):
-            if isinstance(layer.w.get_value(), NF4Weight):
-                layer.w.set_value(dequantize(layer.w.get_value(), dtype))
+            w = layer.w.get_value()
+            if isinstance(w, NF4Weight):
+                layer.w.set_value(dequantize(w, dtype))
         if adapter is not None:
             load_adapter(loaded.model, adapter)
             merge(loaded.model)

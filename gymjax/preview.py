@@ -40,11 +40,12 @@ def preview_config(config: Config, split: str = "train") -> tuple[Loader, object
     tokenizer = load_tokenizer(locate(config.model.model_name_or_path, config.model.cache_dir))
     prepared = prepare(config.data, tokenizer, stage=config.train.stage, seed=config.train.seed)
     splits: dict[str, Dataset | None] = {"train": prepared.train, "eval": prepared.eval}
-    if splits.get(split) is None:
-        there = ", ".join(name for name, dataset in splits.items() if dataset is not None)
+    dataset = splits.get(split)
+    if dataset is None:
+        there = ", ".join(name for name, rows in splits.items() if rows is not None)
         raise ConfigError(f"split: {split} has no data; there is {there or 'none'} (dataset, eval_dataset, val_size)")
     loader = Loader(
-        splits[split],
+        dataset,
         rows=1,
         cutoff_len=config.data.cutoff_len,
         packing=prepared.packing and split == "train",

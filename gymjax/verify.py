@@ -80,9 +80,10 @@ def compare(
     """
     if ours.shape != theirs.shape:
         raise ValueError(f"{name}: logits must have one shape, are {ours.shape} and {theirs.shape}")
-    difference, largest = float(np.abs(ours - theirs).max()), float(np.abs(theirs).max())
+    difference = float(np.abs(ours - theirs).max())
+    largest = float(np.abs(theirs).max())
     agreement = float((ours.argmax(-1) == theirs.argmax(-1)).mean())
-    passed = None if tolerance is None else bool(difference <= tolerance * max(largest, 1.0))
+    passed = None if tolerance is None else difference <= tolerance * max(largest, 1.0)
     return Comparison(name, difference, largest, agreement, passed)
 
 
@@ -120,14 +121,15 @@ def verify(config: Config, *, torch: bool = True, tolerance: float = 1e-4, token
     model = load_base(dataclasses.replace(config.model, quantization_bit=None), policy("fp32")).model
     length = min(tokens, model.cfg.max_positions)
     rows = np.random.default_rng(0).integers(0, model.cfg.vocab_size, (2, length), dtype=np.int32)
-    found = []
+    found: list[Comparison] = []
+    theirs_adapted = None
     if python is not None:
         theirs, theirs_adapted = torch_logits(python, path, rows, adapter)
         found.append(compare("base in gymjax; in transformers", logits(model, rows), theirs, tolerance))
     if adapter is not None:
         load_adapter(model, adapter)
         adapted = logits(model, rows)
-        if python is not None:
+        if theirs_adapted is not None:
             found.append(compare("adapter in gymjax; in PEFT", adapted, theirs_adapted, tolerance))
         found += _merged(config, model, adapter, adapted, rows, tolerance)
     return found

@@ -126,9 +126,14 @@ def process(logits: Float[Array, "B V"], how: Sampling, seen: Bool[Array, "B V"]
 
     Returns:
         Scores, -inf where a token may not be chosen.
+
+    Raises:
+        ValueError: a repetition penalty without `seen`.
     """
     logits = logits.astype(jnp.float32)
     if how.repetition_penalty is not None:
+        if seen is None:
+            raise ValueError("a repetition penalty needs `seen`, the tokens that occurred")
         logits = penalize_repeats(logits, seen, how.repetition_penalty)
     if how.greedy:
         return logits
