@@ -84,7 +84,8 @@ def build(case: Case) -> tuple[tuple[Any, ...], dict[str, jax.Array], dict[str, 
         static.update({name: value for name, value in kwargs.items() if not isinstance(value, jax.Array)})
         return args, {name: value for name, value in kwargs.items() if name not in static}
 
-    return *jax.jit(make)(jax.random.key(0)), static
+    args, arrays = jax.jit(make)(jax.random.key(0))
+    return args, arrays, static
 
 
 def _select(module: ModuleType, names: list[str], tiny: bool) -> list[Case]:
@@ -122,13 +123,11 @@ def _metrics(
     cotangent = jax.tree.map(lambda o: jax.random.normal(jax.random.key(1), o.shape, o.dtype), out)
     both = jax.jit(forward_backward).lower(args, arrays, cotangent).compile()
     seconds, seconds_both = _median_seconds(fwd, args, arrays), _median_seconds(both, args, arrays, cotangent)
-    memory = both.memory_analysis()
-    used = memory.temp_size_in_bytes + memory.argument_size_in_bytes + memory.output_size_in_bytes
     if metric == "tflops":
         rates = {"tflops_fwd": case.flops / seconds / 1e12, "tflops_fwd_bwd": case.flops_fwd_bwd / seconds_both / 1e12}
     else:
         rates = {"gbps": case.bytes / seconds / 1e9, "gbps_fwd_bwd": case.bytes_fwd_bwd / seconds_both / 1e9}
-    return rates | {"peak_gib": used / 2**30}
+    return rates | {"peak_gib": _bytes(both) / 2**30}
 
 
 def _median_seconds(compiled: Callable[..., Any], *args: Any) -> float:
@@ -140,11 +139,17 @@ def _median_seconds(compiled: Callable[..., Any], *args: Any) -> float:
     times = []
     for _ in range(10):
         start = time.perf_counter()
-        for _ in range(calls):
-            out = compiled(*args)
-        jax.block_until_ready(out)
+        for _ in range(calls - 1):
+            compiled(*args)
+        jax.block_until_ready(compiled(*args))
         times.append((time.perf_counter() - start) / calls)
     return float(np.median(times))
+
+
+def _bytes(compiled: jax.stages.Compiled) -> float:
+    """Add up what the program's arguments, results and temporary buffers take, as the compiler planned them."""
+    memory: Any = compiled.memory_analysis()
+    return memory.temp_size_in_bytes + memory.argument_size_in_bytes + memory.output_size_in_bytes
 
 
 def _commit() -> str:

@@ -51,7 +51,7 @@ def flash_attention(
     """
     _check(q, k, v, causal, window, softcap)
     _check_segments(q, k, segment_ids, kv_segment_ids)
-    refusals = _refusals(q, k, causal=causal, kv_segment_ids=kv_segment_ids, scale=scale, softcap=softcap)
+    refusals = _refusals(q, k, causal, kv_segment_ids, scale, softcap)
     name = _dispatch.choose("flash_attention", implementation, refusals)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     if name == "cudnn":
@@ -71,12 +71,15 @@ def explain(
     softcap: float | None = None,
 ) -> str:
     """Say which implementation None picks for these arguments (arrays or jax.ShapeDtypeStruct) and why."""
-    refusals = _refusals(q, k, causal=causal, kv_segment_ids=kv_segment_ids, scale=scale, softcap=softcap)
+    refusals = _refusals(q, k, causal, kv_segment_ids, scale, softcap)
     return _dispatch.explain("flash_attention", refusals)
 
 
-def _refusals(q: Array, k: Array, **options: object) -> _dispatch.Refusals:
-    return {"cudnn": cudnn.refuses(q, k, **options), "xla": None}
+def _refusals(
+    q: Array, k: Array, causal: bool, kv_segment_ids: Array | None, scale: float | None, softcap: float | None
+) -> _dispatch.Refusals:
+    own_ids = kv_segment_ids is not None
+    return {"cudnn": cudnn.refuses(q, k, causal=causal, own_ids=own_ids, scale=scale, softcap=softcap), "xla": None}
 
 
 def _check(q: Array, k: Array, v: Array, causal: bool, window: int | None, softcap: float | None) -> None:

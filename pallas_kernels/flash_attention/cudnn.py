@@ -10,11 +10,11 @@ _PAD_MULTIPLE = 128
 
 
 def refuses(
-    q: Array, k: Array, *, causal: bool, kv_segment_ids: Array | None, scale: float, softcap: float | None
+    q: Array, k: Array, *, causal: bool, own_ids: bool, scale: float | None, softcap: float | None
 ) -> str | None:
     """Return why cuDNN cannot do these arguments on the default device, or None.
 
-    `kv_segment_ids` is what the caller passed: None where the keys share the queries' ids.
+    `own_ids` tells whether the keys have segment ids of their own instead of sharing the queries'.
     """
     width = q.shape[-1]
     if q.dtype not in (jnp.bfloat16, jnp.float16):
@@ -25,18 +25,16 @@ def refuses(
         return f"it has no softcap, and softcap is {softcap}"
     if causal and q.shape[1] != k.shape[1]:
         return f"its causal mask lines up the first tokens, so T must equal S; T is {q.shape[1]} and S is {k.shape[1]}"
-    if kv_segment_ids is not None:
+    if own_ids:
         return "keys with segment ids of their own can leave a query without a key, which it does not define"
     if isinstance(scale, jax.Array):
         return "scale must be a Python number, as it is compiled into the kernel"
-    reason = _platform.why_not_gpu()
-    if reason is not None:
-        return reason
     capability = _platform.compute_capability()
-    if capability < (8, 0) or (width > 128 and capability < (9, 0)):
-        return (
-            f"head width {width} needs compute capability {'9.0' if width > 128 else '8.0'}; this GPU has {capability}"
-        )
+    if capability is None:
+        return _platform.why_not_gpu()
+    needed = (9, 0) if width > 128 else (8, 0)
+    if capability < needed:
+        return f"head width {width} needs compute capability {needed}; this GPU has {capability}"
     return None
 
 

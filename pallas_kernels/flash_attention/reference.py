@@ -60,7 +60,7 @@ def attention_mask(
         if window is not None:
             mask &= key_1S > position_T1 - window
         mask = mask[None]
-    if segment_ids is not None:
+    if segment_ids is not None and kv_segment_ids is not None:
         q_ids, kv_ids = segment_ids[:, :, None], kv_segment_ids[:, None, :]
         same = (q_ids == kv_ids) & (q_ids != 0)
         mask = same if mask is None else mask & same

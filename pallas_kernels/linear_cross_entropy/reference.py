@@ -68,7 +68,9 @@ def backward(
     return dx, dhead
 
 
-def _scan(body: Callable, carry: object, shape: tuple[int, ...], chunk_tokens: int) -> tuple[object, tuple[Array, ...]]:
+def _scan[Carry](
+    body: Callable, carry: Carry, shape: tuple[int, ...], chunk_tokens: int
+) -> tuple[Carry, tuple[Array, ...]]:
     """Run body over equal chunks of the last axis of `shape`, then over the rest of it; join what it returns."""
     tokens, rows = shape[-1], max(1, math.prod(shape[:-1]))
     chunks = -(-tokens * rows // chunk_tokens)

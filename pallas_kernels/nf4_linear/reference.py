@@ -82,7 +82,7 @@ def block_scales(
     absmax: Array, nested_absmax: Float[Array, "*L nested"] | None, offset: Float[Array, "*L"] | None
 ) -> Float[Array, "*L blocks"]:
     """Return each block's absmax in f32, undoing double quantization."""
-    if nested_absmax is None:
+    if nested_absmax is None or offset is None:
         return absmax
     blocks = absmax.shape[-1]
     nested = jnp.repeat(nested_absmax, NESTED_BLOCK, axis=-1)[..., :blocks]

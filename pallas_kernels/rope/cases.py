@@ -35,11 +35,11 @@ def _naive(q: Array, k: Array, cos: Array, sin: Array) -> tuple[Array, Array]:
     """Multiply by doubled tables, as Hugging Face does."""
     cos, sin = (jnp.concatenate([t, t], axis=-1)[:, :, None] for t in (cos, sin))
 
-    def rotate_half(x: Array) -> Array:
+    def rotate(x: Array) -> Array:
         first, second = jnp.split(x, 2, axis=-1)
-        return jnp.concatenate([-second, first], axis=-1)
+        return (x * cos + jnp.concatenate([-second, first], axis=-1) * sin).astype(x.dtype)
 
-    return tuple((x * cos + rotate_half(x) * sin).astype(x.dtype) for x in (q, k))
+    return rotate(q), rotate(k)
 
 
 PEERS = {"naive": Peer(_naive)}

@@ -223,6 +223,27 @@ class TestCudnn:
         assert out.shape == q.shape
 
 
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="cuDNN runs on an NVIDIA GPU only")
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape(192, 192, 8, 2, 64),  # T % 128 == 64
+        Shape(256, 256, 8, 2, 128, window=100),
+        Shape(192, 192, 8, 2, 64, documents=(70, 100)),
+        Shape(129, 129, 4, 4, 128, documents=(30, 60), window=20),
+        Shape(256, 256, 4, 1, 64, documents=(100, 100), causal=False),
+        Shape(128, 256, 4, 2, 64, causal=False),
+    ],
+)
+def test_cudnn_on_gpu(shape: Shape, out_and_grads: Callable, no_worse_than_dense: Callable) -> None:
+    args, dout = inputs(shape, jnp.bfloat16)
+    results = [
+        out_and_grads(lambda *a, name=name: flash_attention(*a, **shape.options(), implementation=name), args, dout)
+        for name in ("cudnn", "xla")
+    ]
+    no_worse_than_dense(*results, oracle(shape, args, dout))
+
+
 @pytest.mark.parametrize(
     ("change", "dtype", "message"),
     [
@@ -246,7 +267,7 @@ def test_cudnn_needs_hopper_for_wide_heads(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("pallas_kernels._platform.compute_capability", lambda: (8, 0))
     wide, narrow = (jax.ShapeDtypeStruct((2, 16, 4, width), jnp.bfloat16) for width in (256, 128))
     assert explain(wide, wide) == (
-        "flash_attention: xla (cudnn refuses: head width 256 needs compute capability 9.0; this GPU has (8, 0))"
+        "flash_attention: xla (cudnn refuses: head width 256 needs compute capability (9, 0); this GPU has (8, 0))"
     )
     assert explain(narrow, narrow) == "flash_attention: cudnn"
     ids = jax.ShapeDtypeStruct((2, 16), jnp.int32)
