@@ -4,7 +4,7 @@ import contextlib
 import errno
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 
 
@@ -25,7 +25,7 @@ def require_space(folder: Path, needed: int) -> None:
 
 
 @contextlib.contextmanager
-def replacing(folder: Path) -> Iterator[Path]:
+def replacing(folder: Path) -> Generator[Path]:
     """A temporary sibling folder whose files take their places in `folder` when the block ends without an error.
 
     A folder that does not exist yet appears whole, by one rename; in one that does, each file is replaced at once and

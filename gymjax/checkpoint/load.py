@@ -135,11 +135,12 @@ def load_tokenizer(path: Path, source: HFFolder | GGUFFile | None = None) -> Pre
         if (folder / name).exists():
             read_json(folder / name)
     try:
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     except (ValueError, OSError, KeyError, TypeError, ImportError) as error:
         raise ValueError(
             f"{folder}: transformers cannot read the tokenizer ({error}); fetch its files again"
         ) from error
+    return tokenizer
 
 
 def _generation_config(path: Path) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import json
 import re
 import shutil
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -92,25 +92,25 @@ class Checkpoints:
             for old in self.output_dir.glob(".*checkpoint-*.partial*"):
                 shutil.rmtree(old)
             partial.mkdir()
+        writer = self._writer = self._writer or ocp.StandardCheckpointer()
         with _full_disk_named(partial):
             if extra is not None:
                 extra(partial)
-            self._writer = self._writer or ocp.StandardCheckpointer()
-            self._writer.save(partial / STATE, leaves)
+            writer.save(partial / STATE, leaves)
         shapes = {name: _describe(leaf) for name, leaf in leaves.items()}
-        self._running = self._background.submit(self._finish, step, partial, text, shapes, protect)
 
-    def _finish(self, step: int, partial: Path, text: str, shapes: dict[str, str], protect: int | None) -> None:
-        """In the background: wait for the arrays, seal the folder, give it its name, remove old ones."""
-        with _full_disk_named(partial):
-            self._writer.wait_until_finished()
-            if jax.process_index() != 0:
-                return
-            (partial / META).write_text(text + "\n", encoding="utf-8")
-            manifest = {"leaves": shapes, "files": _checksums(partial / STATE)}
-            (partial / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-            for path in (*partial.rglob("*"), partial):
-                sync(path)
+        def finish() -> None:
+            with _full_disk_named(partial):
+                writer.wait_until_finished()
+                if jax.process_index() == 0:
+                    _seal(partial, text, shapes)
+            if jax.process_index() == 0:
+                self._publish(step, partial, protect)
+
+        self._running = self._background.submit(finish)
+
+    def _publish(self, step: int, partial: Path, protect: int | None) -> None:
+        """Give a sealed folder its name and remove old ones."""
         target = self.folder(step)
         if target.exists():  # saved again after going back: set it aside, so that no moment has neither
             target.rename(self.output_dir / f".checkpoint-{step}-replaced.partial")
@@ -179,6 +179,15 @@ class Checkpoints:
                 self._writer = None
 
 
+def _seal(partial: Path, text: str, shapes: Mapping[str, str]) -> None:
+    """Write what was saved beside the arrays, and wait until all of it is on the disk."""
+    (partial / META).write_text(text + "\n", encoding="utf-8")
+    manifest = {"leaves": shapes, "files": _checksums(partial / STATE)}
+    (partial / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+    for path in (*partial.rglob("*"), partial):
+        sync(path)
+
+
 def _named(state: PyTree) -> dict[str, Any]:
     """Leaves by their path in the tree, so that any pytree becomes a flat dict."""
     leaves = jax.tree_util.tree_leaves_with_path(state)
@@ -229,7 +238,7 @@ def _damaged_files(folder: Path, written: Mapping[str, list[int]]) -> list[str]:
 
 
 @contextlib.contextmanager
-def _full_disk_named(partial: Path) -> Iterator[None]:
+def _full_disk_named(partial: Path) -> Generator[None]:
     """Removes the partial folder on any error; turns what orbax raises on a full disk into an OSError with a remedy."""
     try:
         yield

@@ -20,15 +20,15 @@ _SHOWN = 12  # names listed of each kind of trouble
 
 
 class Source(Protocol):
-    """Where a model's tensors come from: a folder of safetensors or a GGUF file.
+    """Where a model's tensors come from: a folder of safetensors or a GGUF file."""
 
-    Attributes:
-        origin: path to name in errors.
-        shapes: name in Hugging Face's spelling -> shape, before any packing.
-    """
+    @property
+    def origin(self) -> str:
+        """Path to name in errors."""
 
-    origin: str
-    shapes: Mapping[str, tuple[int, ...]]
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shape of every tensor, by Hugging Face's name, before any packing."""
 
     def read(self, name: str) -> np.ndarray | NF4Weight:
         """One tensor, mapped where possible; a weight that is stored packed comes packed."""
@@ -62,7 +62,7 @@ def load_decoder(
     weights = hf_weights(cfg)
     check_names(cfg, source, weights)
     place = place or (lambda path, value: jax.device_put(value))
-    model = nnx.eval_shape(lambda: Decoder(cfg, dtype=dtype, compute_dtype=compute_dtype))
+    model = nnx.eval_shape(lambda: Decoder(cfg, dtype=np.dtype(dtype), compute_dtype=np.dtype(compute_dtype or dtype)))
     by_path: dict[tuple, list[HFWeight]] = {}
     for weight in weights:
         by_path.setdefault(weight.path, []).append(weight)
@@ -145,7 +145,7 @@ def _harmless(cfg: DecoderConfig, source: Source, name: str) -> bool:
         return True
     if name == "lm_head.weight" and cfg.tie_embeddings and "model.embed_tokens.weight" in source.shapes:
         head, embed = source.read(name), source.read("model.embed_tokens.weight")
-        return head.shape == embed.shape and np.array_equal(head, embed)
+        return isinstance(head, np.ndarray) and isinstance(embed, np.ndarray) and np.array_equal(head, embed)
     return False
 
 
@@ -156,7 +156,7 @@ def _listed(names: list[str]) -> str:
 
 def variable_at(model: Decoder, path: tuple[str | int, ...]) -> nnx.Variable:
     """The variable at a path of the tree."""
-    node = model
+    node: Any = model
     for part in path:
         node = node[part] if isinstance(part, int) else getattr(node, part)
     return node

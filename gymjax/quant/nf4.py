@@ -4,7 +4,8 @@ Dequantizing lives with the kernels: `pallas_kernels.dequantize`.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Shaped, UInt8
@@ -47,7 +48,13 @@ def quantize(w: Shaped[np.ndarray, "O I"], *, double_quant: bool = True, dtype: 
     if double_quant:
         offset = np.asarray(_torch_order_sum(absmax) / _F32(absmax.size), _F32)
         absmax, nested_absmax = _quantize_dynamic(absmax - offset)
-    return NF4Weight(codes, absmax, nested_absmax, offset, shape=tuple(w.shape), block_size=BLOCK, dtype=dtype)
+    return _packed(codes, absmax, nested_absmax, offset, w.shape, dtype)
+
+
+def _packed(codes: Any, absmax: Any, nested_absmax: Any, offset: Any, shape: Sequence[int], dtype: str) -> NF4Weight:
+    """A weight of NumPy arrays, which become JAX's when they are placed on a device."""
+    out_width, in_width = shape
+    return NF4Weight(codes, absmax, nested_absmax, offset, (out_width, in_width), BLOCK, dtype)
 
 
 def _quantize_blocks(flat: Shaped[np.ndarray, " n"]) -> tuple[UInt8[np.ndarray, " m"], Float[np.ndarray, " b"]]:
@@ -89,7 +96,7 @@ def _pack(code: UInt8[np.ndarray, " n"]) -> UInt8[np.ndarray, " m"]:
     return (code[::2] << 4) | code[1::2]
 
 
-def _torch_order_sum(x: Float[np.ndarray, " n"]) -> np.float32:
+def _torch_order_sum(x: Float[np.ndarray, " n"]) -> Float[np.ndarray, ""]:
     """Sum in f32 in the order of PyTorch's CPU reduction on one thread, so that the mean has the same bits.
 
     Four interleaved accumulators of eight lanes; the running sums are carried up four levels every `step` rows.
@@ -196,15 +203,9 @@ def from_bitsandbytes(tensors: Mapping[str, np.ndarray], name: str) -> NF4Weight
             f"{name} of shape {shape} needs {(size + 1) // 2} bytes of codes and {blocks} block scales, "
             f"but the checkpoint holds {codes.size} and {absmax.size}: it is damaged, fetch it again"
         )
-    return NF4Weight(
-        codes,
-        absmax,
-        np.asarray(tensors[f"{name}.nested_absmax"], _F32).reshape(-1) if nested else None,
-        np.asarray(state["nested_offset"], _F32) if nested else None,
-        shape=shape,
-        block_size=BLOCK,
-        dtype=state["dtype"],
-    )
+    nested_absmax = np.asarray(tensors[f"{name}.nested_absmax"], _F32).reshape(-1) if nested else None
+    offset = np.asarray(state["nested_offset"], _F32) if nested else None
+    return _packed(codes, absmax, nested_absmax, offset, shape, state["dtype"])
 
 
 def _check_state(name: str, state: dict, nested: bool, tensors: Mapping[str, np.ndarray]) -> None:
