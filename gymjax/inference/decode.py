@@ -15,7 +15,6 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from gymjax.inference.sample import Sampling, choose
 from gymjax.models.decoder import Decoder, KVCache, empty_cache
 
-_SMALLEST = 16
 _STOP_SLOTS = 8
 NO_TOKEN = -1
 
@@ -46,13 +45,13 @@ class Answers:
     seen: Bool[Array, "B V"] | None
 
 
-def bucket(size: int) -> int:
-    """The smallest of 16, 24, 32, 48, 64, 96, 128, ... that holds `size`, so that few sizes are compiled."""
-    step = _SMALLEST
+def bucket(size: int, smallest: int = 16) -> int:
+    """The smallest of n, 1.5n, 2n, 3n, 4n, 6n, ... that holds `size` (n = smallest), so that few sizes are compiled."""
+    step = smallest
     while step < size:
         step *= 2
     middle = step * 3 // 4
-    return middle if middle > _SMALLEST and size <= middle else step
+    return middle if middle > smallest and size <= middle else step
 
 
 def pad_prompts(prompts: Sequence[Sequence[int]]) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B T"]]:
@@ -62,10 +61,9 @@ def pad_prompts(prompts: Sequence[Sequence[int]]) -> tuple[Int[np.ndarray, "B T"
         prompts: token ids of each prompt.
 
     Returns:
-        Tokens, and segment ids that are 1 on tokens and 0 on padding. Rows beyond the prompts are all padding: B is the
-        next power of two.
+        Tokens, and segment ids that are 1 on tokens and 0 on padding. Rows beyond the prompts are all padding.
     """
-    rows = 1 << (len(prompts) - 1).bit_length()
+    rows = bucket(len(prompts), smallest=1)
     tokens_BT = np.zeros((rows, bucket(max(map(len, prompts)))), np.int32)
     segment_ids_BT = np.zeros_like(tokens_BT)
     for row, prompt in enumerate(prompts):

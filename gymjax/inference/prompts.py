@@ -7,6 +7,7 @@ from typing import Any
 
 from gymjax.config import GenerateConfig
 from gymjax.data.chat import Encoder
+from gymjax.data.errors import DataError
 from gymjax.data.template import chat_template
 
 Messages = Sequence[Mapping[str, Any]]
@@ -78,9 +79,13 @@ def _end_of_turn(tokenizer: Any, template: str | None) -> int | None:
     """The special token that the template writes right after what the assistant says, if it writes one."""
     said = "4711"
     turns = [{"role": "user", "content": "0815"}, {"role": "assistant", "content": said}]
-    text = chat_template(tokenizer, template)[0].render(turns)
-    after = tokenizer(text[text.rindex(said) + len(said) :].lstrip(), add_special_tokens=False)["input_ids"]
-    return after[0] if after and after[0] in tokenizer.added_tokens_decoder else None
+    try:
+        text = chat_template(tokenizer, template)[0].render(turns)
+    except DataError:  # texts can be continued all the same; a conversation meets the error when it is encoded
+        return None
+    _, found, after = text.rpartition(said)
+    ids = tokenizer(after.lstrip(), add_special_tokens=False)["input_ids"] if found else []
+    return ids[0] if ids and ids[0] in tokenizer.added_tokens_decoder else None
 
 
 def check_length(ids: Sequence[Sequence[int]], settings: GenerateConfig, max_positions: int) -> None:

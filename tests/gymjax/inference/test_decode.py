@@ -80,9 +80,9 @@ def test_stop_tokens_end_rows_and_the_loop(model):
 
 
 def test_rows_of_padding_are_finished_from_the_start(model):
-    _, answers = greedy(model, PROMPTS[:3])
-    assert answers.finished.tolist() == [False, False, False, True]
-    assert int(answers.made[3]) == 0
+    _, answers = greedy(model, [*PROMPTS, [3]])
+    assert answers.made.tolist() == [NEW] * 5 + [0]
+    assert answers.finished.tolist() == [False] * 5 + [True]
 
 
 def test_same_buckets_compile_nothing_new(model, monkeypatch):
@@ -113,10 +113,11 @@ def test_weights_are_arguments_of_the_program(model):
 
 
 def test_prompts_are_padded_on_the_right_to_buckets():
-    tokens, segment_ids = programs.pad_prompts([[3, 4], list(range(1, 18)), [9]])
-    assert tokens.shape == (4, 24)
+    tokens, segment_ids = programs.pad_prompts([[3, 4], list(range(1, 18)), [9], [9], [9]])
+    assert tokens.shape == (6, 24)
     assert tokens[0, :3].tolist() == [3, 4, 0]
-    assert segment_ids.sum(1).tolist() == [2, 17, 1, 0]
+    assert segment_ids.sum(1).tolist() == [2, 17, 1, 1, 1, 0]
+    assert [programs.bucket(n, smallest=1) for n in (1, 2, 3, 4, 5, 7, 9)] == [1, 2, 3, 4, 6, 8, 12]
     assert [programs.bucket(n) for n in (1, 16, 17, 25, 33, 49, 1000, 1025)] == [16, 16, 24, 32, 48, 64, 1024, 1536]
     assert programs.pad_stops(range(9)).tolist() == [*range(9), *[programs.NO_TOKEN] * 7]
 

@@ -1,3 +1,4 @@
+import copy
 import dataclasses
 
 import pytest
@@ -61,6 +62,14 @@ def test_stop_tokens_come_from_tokenizer_configuration_and_template(tokenizer):
     assert set(stop_tokens(tokenizer, generation_eos=[3, 4])) >= {3, 4}
     assert 7 in stop_tokens(tokenizer, generation_eos=7)
     assert ids["<|im_start|>"] in stop_tokens(tokenizer, texts=["<|im_start|>", "ab"])
+
+
+def test_a_template_that_fails_does_not_keep_texts_from_being_continued(tokenizer):
+    broken = copy.deepcopy(tokenizer)
+    broken.chat_template = "{{ raise_exception('no') }}"
+    assert stop_tokens(broken) == (tokenizer.eos_token_id,)
+    with pytest.raises(ValueError, match="refuses these messages: no"):
+        encode(broken, [CHAT])
 
 
 def test_a_stop_token_is_no_part_of_the_text(model, tokenizer):
