@@ -25,6 +25,8 @@ def refuses(
         return f"it has no softcap, and softcap is {softcap}"
     if causal and q.shape[1] != k.shape[1]:
         return f"its causal mask lines up the first tokens, so T must equal S; T is {q.shape[1]} and S is {k.shape[1]}"
+    if not causal and (q.shape[1] % 2 or k.shape[1] % 2):
+        return f"its lengths must be even where no causal mask hides padding; T is {q.shape[1]} and S is {k.shape[1]}"
     if own_ids:
         return "keys with segment ids of their own can leave a query without a key, which it does not define"
     if isinstance(scale, jax.Array):
@@ -51,20 +53,22 @@ def forward(
     """Attend with cuDNN.
 
     Segments become a dense mask of T * T values (cuDNN adds it as a bias in q's dtype), so packed rows cost memory
-    that grows with T squared. Three traps of cuDNN are stepped around there:
+    that grows with T squared. Its traps are stepped around:
+    - odd lengths are refused: causal rows get one token of padding, which no query before it sees;
     - with a mask and T % 128 == 64 its backward returns NaN (pytorch issue 196678): T is padded to a multiple of 128;
     - rows without a key are undefined: padding attends to padding, and its rows are zeroed afterwards, which also
       zeroes what they would send back to k and v;
     - a sliding window together with a bias is not supported: the window goes into the mask.
     """
     tokens = q.shape[1]
+    padding = -tokens % (2 if segment_ids is None else _PAD_MULTIPLE)
+    q, k, v = (jnp.pad(x, ((0, 0), (0, padding), (0, 0), (0, 0))) for x in (q, k, v))
     if segment_ids is None:
         local = None if window is None or window >= tokens else (window - 1, 0)  # cuDNN's bound leaves out self
-        return jax.nn.dot_product_attention(
+        out = jax.nn.dot_product_attention(
             q, k, v, scale=scale, is_causal=causal, local_window_size=local, implementation="cudnn"
         )
-    padding = -tokens % _PAD_MULTIPLE
-    q, k, v = (jnp.pad(x, ((0, 0), (0, padding), (0, 0), (0, 0))) for x in (q, k, v))
+        return out[:, :tokens]
     ids_BT = jnp.pad(segment_ids, ((0, 0), (0, padding)))
     out = jax.nn.dot_product_attention(
         q, k, v, mask=_mask(ids_BT, window)[:, None], scale=scale, is_causal=causal, implementation="cudnn"

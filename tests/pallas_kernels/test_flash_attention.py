@@ -209,6 +209,13 @@ class TestCudnn:
         for ours, exact in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
             np.testing.assert_allclose(ours, exact, rtol=2e-5, atol=2e-5)  # f32 against float64, as above
 
+    def test_odd_causal_rows_get_one_token_of_padding(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        seen = []
+        monkeypatch.setattr(jax.nn, "dot_product_attention", lambda q, *_, **__: seen.append(q.shape[1]) or q)
+        q = jnp.ones((1, 127, 2, 8), jnp.bfloat16)
+        out = cudnn.forward(q, q, q, causal=True, window=None, segment_ids=None, scale=1.0)
+        assert (seen, out.shape) == ([128], q.shape)
+
     def test_masked_rows_are_padded_to_128(self, monkeypatch: pytest.MonkeyPatch) -> None:
         seen = []
 
