@@ -61,7 +61,8 @@ def forward(
     - a sliding window together with a bias is not supported: the window goes into the mask.
     """
     tokens = q.shape[1]
-    padding = -tokens % (2 if segment_ids is None else _PAD_MULTIPLE)
+    multiple = _PAD_MULTIPLE if segment_ids is not None else 2 if causal else 1
+    padding = -tokens % multiple
     q, k, v = (jnp.pad(x, ((0, 0), (0, padding), (0, 0), (0, 0))) for x in (q, k, v))
     if segment_ids is None:
         local = None if window is None or window >= tokens else (window - 1, 0)  # cuDNN's bound leaves out self
