@@ -22,7 +22,8 @@ from gymjax.models import decoder_config
 from gymjax.models.decoder import Decoder
 
 PACKAGE_PREFIX = "package:"
-_HUB_FILES = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "tokenizer.model", "*.txt")
+_HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "*.txt")
+_HUB_DUPLICATES = ("consolidated*", "*/*")  # the same weights in the vendors' own layouts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +170,9 @@ def _only_gguf(folder: Path, name: str) -> Path:
 
 def _download(name: str, cache_dir: str | None) -> Path:
     try:
-        return Path(huggingface_hub.snapshot_download(name, cache_dir=cache_dir, allow_patterns=list(_HUB_FILES)))
+        folder = huggingface_hub.snapshot_download(
+            name, cache_dir=cache_dir, allow_patterns=list(_HUB_FILES), ignore_patterns=list(_HUB_DUPLICATES)
+        )
     except (LocalEntryNotFoundError, OfflineModeIsEnabled, ConnectionError) as error:
         raise FileNotFoundError(
             f"model_name_or_path: {name} is not a folder here, not in the hub cache, and the hub cannot be reached "
@@ -180,3 +183,4 @@ def _download(name: str, cache_dir: str | None) -> Path:
             f"model_name_or_path: the hub refuses {name} ({error}). Check the spelling; "
             "for a gated model, accept its terms and run `hf auth login`"
         ) from error
+    return Path(folder)

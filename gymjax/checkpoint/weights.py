@@ -85,7 +85,7 @@ def _stack(rows: list[HFWeight], read: Callable, dtype: np.dtype, pool: ThreadPo
     first = read(rows[0])
     packed = isinstance(first, NF4Weight)
     if rows[0].index is None:
-        return _unpack_meta(first, dtype) if packed else np.asarray(first, dtype)
+        return _unpack_meta(first, dtype) if packed else np.array(first, dtype)  # a copy: no array outlives the file
     parts, treedef = jax.tree.flatten(_unpack_meta(first, dtype) if packed else first)
     stacked = [np.empty((len(rows), *part.shape), part.dtype if packed else dtype) for part in parts]
 

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gymjax.adapters.lora import LoraSpec, attach, lora_modules
+from gymjax.adapters.lora import LoraSpec, attach, lora_modules, merge
 from gymjax.adapters.select import train_modules
-from gymjax.checkpoint.hf import open_folder
+from gymjax.checkpoint.hf import open_folder, save_folder
 from gymjax.checkpoint.peft import load_adapter, save_adapter
 from gymjax.checkpoint.weights import load_decoder, variable_at
 from gymjax.models import decoder_config
@@ -165,6 +165,20 @@ def test_adapter_from_peft(case, bases, tokens, torch_side, tmp_path):
         folder=bases / base, adapter=tmp_path / "ours", tokens=tokens.tolist(), out=tmp_path / "again.npy"
     )
     assert_equal_logits(np.load(tmp_path / "again.npy"), expected)
+
+
+@pytest.mark.parametrize("case", ["patterns-rslora", "saved-embedding-tied"])
+def test_merged_folder_in_transformers(case, bases, tokens, torch_side, tmp_path):
+    base, spec, modules = CASES[case]
+    model = load(bases / base)
+    attach(model, spec, key=jax.random.key(0))
+    train_modules(model, modules, key="additional_target")
+    randomize(model)
+    expected = logits(model, tokens)
+    merge(model)
+    save_folder(tmp_path / "merged", model, open_folder(bases / base).config, dtype="float32")
+    torch_side.logits(folder=tmp_path / "merged", tokens=tokens.tolist(), out=tmp_path / "out.npy")
+    assert_equal_logits(np.load(tmp_path / "out.npy"), expected)
 
 
 def test_bad_adapter_of_an_untied_embedding(bases, tokens, torch_side, tmp_path):
