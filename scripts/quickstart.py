@@ -64,6 +64,8 @@ def main(arguments: list[str]) -> int:
     rows = [json.loads(line) for line in HELD_OUT.read_text().splitlines()]
     loaded = load_model(config)
     dataset = prepare(config.data, loaded.tokenizer, stage=config.train.stage, seed=config.train.seed).eval
+    if dataset is None:
+        raise SystemExit(f"{arguments[0]} sets no eval_dataset; the quickstart compares on it")
     before = examine(loaded, config, rows, dataset)
     load_adapter(loaded.model, folder)
     after = examine(loaded, config, rows, dataset)

@@ -10,6 +10,17 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- results: written by scripts/results_table.py -->", "<!-- end of results -->"
 KEYS = ("bench", "case", "implementation", "metric", "peer", "device")
+COLUMNS = {
+    "bench": "bench",
+    "case": "case",
+    "implementation": "implementation",
+    "metric": "metric",
+    "value": "value",
+    "peer": "peer",
+    "peer_value": "peer's value",
+    "ratio": "ratio",
+    "device": "device",
+}
 
 
 def read_lines(folder: Path) -> list[dict]:
@@ -24,20 +35,21 @@ def read_lines(folder: Path) -> list[dict]:
     return [newest[key] for key in sorted(newest)]
 
 
+def cell(value: object) -> str:
+    """Return a value as a reader likes it: four digits, thousands separated, nothing for None."""
+    if value is None:
+        return ""
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
 def table(rows: list[dict]) -> str:
     """Return the rows as a Markdown table, or a sentence where there are none."""
     if not rows:
         return "No measurement has been recorded yet."
-    head = ["bench", "case", "implementation", "metric", "value", "peer", "peer's value", "ratio", "device"]
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    for row in rows:
-        cells = [
-            row[name]
-            for name in ("bench", "case", "implementation", "metric", "value", "peer", "peer_value", "ratio", "device")
-        ]
-        lines.append(
-            "| " + " | ".join(f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in cells) + " |"
-        )
+    lines = ["| " + " | ".join(COLUMNS.values()) + " |", "|" + "---|" * len(COLUMNS)]
+    lines += ["| " + " | ".join(cell(row[name]) for name in COLUMNS) + " |" for row in rows]
     return "\n".join([*lines, "", "A ratio above 1 is better than the peer, timed in the same run."])
 
 

@@ -1,5 +1,6 @@
 """Every configuration in configs/ trains: two steps of a tiny model with its own settings."""
 
+import importlib.util
 import json
 import math
 from pathlib import Path
@@ -96,3 +97,20 @@ def test_trains(name, tiny_model, tmp_path, monkeypatch):
     expected = {weights, "tokenizer.json", "trainer_log.jsonl", "trainer_state.json", "all_results.json"}
     expected |= {"training_loss.png"} if config.train.plot_loss else set()
     assert expected - {path.name for path in tmp_path.iterdir()} == set()
+
+
+def test_quickstart_shows_answers_and_loss_before_and_after(tiny_model, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    spec = importlib.util.spec_from_file_location("quickstart", ROOT / "scripts" / "quickstart.py")
+    quickstart = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(quickstart)
+    overrides = OVERRIDES | {"model_name_or_path": tiny_model, "output_dir": tmp_path}
+    arguments = [str(ROOT / "configs" / "qlora_smollm2_identity.yaml"), *(f"{k}={v}" for k, v in overrides.items())]
+    train(load(arguments[0], arguments[1:]))
+    capsys.readouterr()
+    assert quickstart.main(arguments) == 1  # two steps of a random model teach nothing, and the script says so
+    shown = capsys.readouterr().out
+    assert "Who am I talking to?" in shown
+    assert "right answers: 0 of 21 before, 0 of 21 after" in shown
+    assert "held-out loss:" in shown
+    assert "it did not learn" in shown

@@ -111,6 +111,19 @@ def test_readme_table_is_that_of_the_recorded_lines():
     assert result.returncode == 0, result.stdout
 
 
+def test_results_table_shows_the_newest_line_of_each_measurement(tmp_path):
+    spec = importlib.util.spec_from_file_location("results_table", ROOT / "scripts" / "results_table.py")
+    results_table = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(results_table)
+    row = dict.fromkeys(RESULT_KEYS) | {"bench": "train", "metric": "tok_s", "peer": "hf"}
+    lines = [row | {"value": 12345.6, "time": "2"}, row | {"value": 1.0, "time": "1"}]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (newest,) = results_table.read_lines(tmp_path)
+    assert newest["time"] == "2"
+    assert "| train |  |  | tok_s | 12,346 | hf |" in results_table.table([newest])
+    assert "No measurement" in results_table.table([])
+
+
 def test_recorded_lines_are_whole():
     for path in (ROOT / "scripts" / "results").glob("*.jsonl"):
         for number, row in enumerate(rows(path), 1):
