@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# All checks of the project: lint, types, import floors and tests with coverage. Makes its environments when they are missing.
+# All checks of the project in one pytest run: tests with coverage, lint, types and import floors (tests/test_house.py).
+# Makes its environments when they are missing.
 # Usage: scripts/test.sh [--no-torch] [--setup-only]
 #   --no-torch     leave out the tests that compare with torch, transformers, PEFT and bitsandbytes
 #   --setup-only   make the environments and stop
@@ -12,7 +13,7 @@ for argument in "$@"; do
   case $argument in
     --no-torch) torch=no ;;
     --setup-only) setup_only=yes ;;
-    -h | --help) sed -n '2,5s/^# //p' "$0"; exit 0 ;;
+    -h | --help) sed -n '2,6s/^# //p' "$0"; exit 0 ;;
     *) echo "unknown option $argument; known: --no-torch --setup-only" >&2; exit 2 ;;
   esac
 done
@@ -37,25 +38,10 @@ if [ "$setup_only" = yes ]; then
   exit 0
 fi
 
-say "lint, types, import floors"
-failed=()
-check() { echo "-- $*"; "$@" || failed+=("$1"); }
+# Tests run on the CPU on every machine, without network, one process per core.
 export PATH=$PWD/.venv/bin:$PATH
-check ruff check
-check ruff format --check
-check pyrefly check
-check lint-imports
-
-# Tests run on the CPU on every machine. One process per core, each with one compute thread: more would only wait for each other.
-export JAX_PLATFORMS=${JAX_PLATFORMS:-cpu} HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
-export NPROC=1 OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
+export JAX_PLATFORMS=${JAX_PLATFORMS:-cpu} HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
 workers=$(python -c 'import os; print(min(16, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()))')
 
-say "tests, $workers at a time"
-status=0
-pytest -n "$workers" --dist worksteal --durations 15 --cov --cov-report term --cov-fail-under 85 || status=$?
-if [ ${#failed[@]} -gt 0 ]; then
-  echo "failed before the tests: ${failed[*]} (see above)" >&2
-  status=1
-fi
-exit "$status"
+say "lint, types, import floors and tests, $workers at a time"
+exec pytest -n "$workers" --dist worksteal --durations 15 --cov --cov-report term --cov-fail-under 85

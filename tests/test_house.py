@@ -35,6 +35,14 @@ def rows(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.parametrize("check", ["ruff check", "ruff format --check", "pyrefly check", "lint-imports"])
+def test_lint(check):
+    tool, *arguments = check.split()
+    command = [Path(sys.executable).parent / tool, *arguments]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, f"{check}\n{result.stdout[-4000:]}{result.stderr[-2000:]}"
+
+
 def test_no_python_file_is_over_400_lines():
     lengths = {name: len((ROOT / name).read_text().splitlines()) for name in names(PYTHON)}
     assert {name: n for name, n in lengths.items() if n > 400} == {}
