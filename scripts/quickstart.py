@@ -44,7 +44,7 @@ def examine(loaded: LoadedModel, config: Config, rows: list[dict], dataset: Data
     return Exam(answers, right, measured["eval_loss"])
 
 
-def show(rows: list[dict], before: Exam, after: Exam, folder: Path) -> None:
+def show(rows: list[dict], before: Exam, after: Exam, folder: Path, config_path: str) -> None:
     table = Table("held-out question", "before", "after", show_lines=True)
     for number, row in enumerate(rows):
         cells = [f"{'right' if exam.right[number] else 'wrong'}: {exam.answers[number]}" for exam in (before, after)]
@@ -56,6 +56,9 @@ def show(rows: list[dict], before: Exam, after: Exam, folder: Path) -> None:
     console.print(f"held-out loss: {before.eval_loss:.3f} before, {after.eval_loss:.3f} after")
     console.print(f"loss curve:    {folder / 'training_loss.png'}")
     console.print(f"adapter:       {folder} (adapter_model.safetensors; PEFT loads it)")
+    console.print(
+        f"talk to it:    .venv/bin/python -m gymjax.chat {config_path} adapter_name_or_path={folder}", soft_wrap=True
+    )
 
 
 def main(arguments: list[str]) -> int:
@@ -69,7 +72,7 @@ def main(arguments: list[str]) -> int:
     before = examine(loaded, config, rows, dataset)
     load_adapter(loaded.model, folder)
     after = examine(loaded, config, rows, dataset)
-    show(rows, before, after, folder)
+    show(rows, before, after, folder, arguments[0])
     learned = after.eval_loss <= before.eval_loss / 2 and sum(after.right) > len(rows) // 2
     print("it learned" if learned else "it did not learn: the loss did not halve or most answers are still wrong")
     return int(not learned)
