@@ -11,6 +11,10 @@ this implementation does not exist.
 Importing this package imports no kernel.
 """
 
+from pallas_kernels._dispatch import Implementation
+
+__all__ = ["OPS", "Implementation"]
+
 OPS = (
     "flash_attention",
     "linear_cross_entropy",

@@ -1,6 +1,7 @@
 """Times one LoRA or QLoRA training step on random weights and random tokens, beside the peers people use today.
 
-Usage: python scripts/bench_train.py [--shape llama3.1-8b] [--base nf4] [--remat full] [--batch 4x2048] [--peers hf-liger unsloth]
+Usage: python scripts/bench_train.py [--shape llama3.1-8b] [--base nf4] [--remat full] [--batch 4x2048]
+           [--peers hf-liger unsloth]
        python scripts/bench_train.py --only ...     (this process times gymjax alone and prints one line)
 
 Every system runs in a process of its own, one after the other, on the same machine; the lines go to --out (by default
@@ -61,10 +62,9 @@ def random_model(shape: str, base: str):
     import jax.numpy as jnp
     from flax import nnx
 
-    from gymjax.adapters.select import variable_at
     from gymjax.models import decoder_config
     from gymjax.models.decoder import Decoder
-    from gymjax.models.names import hf_weights
+    from gymjax.models.names import hf_weights, node_at
     from pallas_kernels.nf4_linear import NF4Weight
 
     cfg = decoder_config({"model_type": "llama", **SHAPES[shape]})
@@ -87,8 +87,8 @@ def random_model(shape: str, base: str):
         return jax.random.normal(key, shape, dtype) * 0.02
 
     for i, path in enumerate(dict.fromkeys(weight.path for weight in hf_weights(cfg))):
-        module, name = variable_at(model, path)
-        shape_ = getattr(module, name).get_value().shape
+        variable, name = node_at(model, path), path[-1]
+        shape_ = variable.get_value().shape
         key = jax.random.fold_in(jax.random.key(0), i)
         if name == "scale":
             value = jnp.ones(shape_, dtype)
@@ -97,7 +97,7 @@ def random_model(shape: str, base: str):
         else:
             make = (lambda k, s=shape_[1:]: packed(k, *s)) if base == "nf4" else (lambda k, s=shape_[1:]: dense(k, s))
             value = jax.jit(lambda keys, make=make: jax.lax.map(make, keys))(jax.random.split(key, shape_[0]))
-        setattr(module, name, nnx.Param(value))
+        variable.set_value(value)
     return model
 
 
@@ -191,13 +191,21 @@ def lines(case: str, ours: dict, peers: dict[str, dict]) -> list[dict]:
     about["time"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     shared = {"bench": "train", "case": case, "implementation": "gymjax"}
     alone = {"peer": None, "peer_value": None, "ratio": None}
-    found = [shared | {"metric": name, "value": ours[name]} | alone | about for name in ("compile_s", "mfu") if ours[name]]
+    found = [
+        shared | {"metric": name, "value": ours[name]} | alone | about for name in ("compile_s", "mfu") if ours[name]
+    ]
     for peer, theirs in peers.items():
         for metric, more_is_better in METRICS.items():
             if ours[metric] is None:
                 continue
             ratio = ours[metric] / theirs[metric] if more_is_better else theirs[metric] / ours[metric]
-            values = {"metric": metric, "value": ours[metric], "peer": peer, "peer_value": theirs[metric], "ratio": ratio}
+            values = {
+                "metric": metric,
+                "value": ours[metric],
+                "peer": peer,
+                "peer_value": theirs[metric],
+                "ratio": ratio,
+            }
             found.append(shared | values | about)
     return found
 
@@ -231,7 +239,9 @@ def main(arguments: list[str]) -> int:
         return 1
     script = str(ROOT / "scripts" / "peer_step.py")
     if options.peers and not (Path(options.peer_model) / "config.json").exists():
-        subprocess.run([sys.executable, script, "make", options.peer_model, json.dumps(SHAPES[options.shape])], check=True)
+        subprocess.run(
+            [sys.executable, script, "make", options.peer_model, json.dumps(SHAPES[options.shape])], check=True
+        )
     peers = {}
     for peer in options.peers:
         measured = run_process([sys.executable, script, peer, options.peer_model, options.base, str(rows), str(length)])

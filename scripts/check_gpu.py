@@ -1,4 +1,4 @@
-"""Checks on a GPU what the CPU tests cannot: the GPU's implementations of every operation against f32 on the same inputs.
+"""Checks on a GPU what the CPU tests cannot: every operation's implementations against f32 on the same inputs.
 
 Usage: python scripts/check_gpu.py        (exit status 1 where an error is above its bar)
 
@@ -76,8 +76,8 @@ def check_attention() -> bool:
         name = f"flash_attention T{tokens} N{heads} K{kv_heads} H{width} window {window} packed {packed}"
         good &= compare(
             name,
-            lambda *a, f=attend: f(*a, "cudnn"),
-            lambda *a, f=attend: f(*a, "xla"),
+            lambda q, k, v, f=attend: f(q, k, v, "cudnn"),
+            lambda q, k, v, f=attend: f(q, k, v, "xla"),
             (q, k, v),
             cotangent,
             ("out", "dq", "dk", "dv"),
@@ -104,7 +104,9 @@ def check_loss() -> bool:
             return linear_cross_entropy(x, head, labels, frozen_head=frozen, chunk_tokens=512)
 
         names = ("nll", "dx", "dh")
-        good &= compare(f"linear_cross_entropy frozen head {frozen}", chunked, dense, (x, head), jnp.ones((2, 1000)), names)
+        good &= compare(
+            f"linear_cross_entropy frozen head {frozen}", chunked, dense, (x, head), jnp.ones((2, 1000)), names
+        )
     return good
 
 

@@ -44,8 +44,8 @@ def make(folder: str, shape: dict) -> None:
 
 def load_unsloth(folder: str, base: str, length: int):
     """Unsloth's model and adapter with its own checkpointing."""
-    import unsloth
     import torch
+    import unsloth
 
     options = {"max_seq_length": length, "dtype": torch.bfloat16, "local_files_only": True}
     model, _ = unsloth.FastLanguageModel.from_pretrained(folder, load_in_4bit=base == "nf4", **options)

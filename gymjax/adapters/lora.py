@@ -110,6 +110,11 @@ class Lora(nnx.Module):
             key=key if self.dropout else None,
         )
 
+    def effective(self, w: Float[Array, "O I"]) -> Float[Array, "O I"]:
+        """`w + factor * b @ a` in f32, for a layer that is applied inside a loss; dropout cannot act there."""
+        delta = jnp.einsum("...OR,...RI->...OI", self.b.get_value(), self.a.get_value(), precision="highest")
+        return w.astype(jnp.float32) + self.factor.get_value()[..., None, None] * delta
+
 
 @dataclasses.dataclass(frozen=True)
 class LoraRow:
@@ -133,9 +138,12 @@ def attach(model: Decoder, spec: LoraSpec, *, key: jax.Array) -> None:
         key: randomness of `a`.
 
     Raises:
-        ValueError: a target or a pattern that names no linear layer, or a slot that is filled already.
+        ValueError: a target or a pattern that names no linear layer, or a slot that is filled already; dropout on the
+            head.
     """
     layers = list(linears(model))
+    if spec.dropout and spec.is_target("lm_head"):
+        raise ValueError(f"lora_dropout: {spec.dropout} cannot act on lm_head, which is fused with the loss; use 0")
     _check_names(spec, [name for _, names in layers for name in names.values()])
     for i, (layer, names) in enumerate(layers):
         ranks = {index: spec.rank_of(name) for index, name in names.items()}
@@ -149,17 +157,16 @@ def attach(model: Decoder, spec: LoraSpec, *, key: jax.Array) -> None:
 def _new_lora(layer, names: Mapping[int | None, str], spec: LoraSpec, key: jax.Array) -> Lora:
     w = layer.w.get_value()
     out_width, in_width = w.shape[-2:]  # NF4Weight.shape is one layer's
-    stacked = None not in names
-    ranks = np.array([spec.rank_of(names[i]) for i in sorted(names)])
+    rows = tuple(LoraRow(name, i, spec.rank_of(name), spec.alpha_of(name)) for i, name in names.items())
+    ranks = np.array([row.rank for row in rows])
     widest = int(ranks.max())
     live_LR1 = (np.arange(widest) < ranks[:, None])[..., None]
     bound = 1 / math.sqrt(in_width)
-    a_LRI = jax.random.uniform(key, (len(names), widest, in_width), jnp.float32, -bound, bound) * live_LR1
-    b_LOR = jnp.zeros((len(names), out_width, widest), jnp.float32)
-    factor_L = np.array([spec.factor_of(names[i]) for i in sorted(names)], np.float32)
-    rows = tuple(LoraRow(name, i, spec.rank_of(name), spec.alpha_of(name)) for i, name in sorted(names.items()))
-    if not stacked:
-        a_LRI, b_LOR, factor_L = a_LRI[0], b_LOR[0], factor_L[0]
+    a_LRI = jax.random.uniform(key, (len(rows), widest, in_width), jnp.float32, -bound, bound) * live_LR1
+    b_LOR = jnp.zeros((len(rows), out_width, widest), jnp.float32)
+    factor_L = np.array([spec.factor_of(row.name) for row in rows], np.float32)
+    if rows[0].index is None:
+        return Lora(a_LRI[0], b_LOR[0], factor_L[0], dropout=spec.dropout, rows=rows)
     return Lora(a_LRI, b_LOR, factor_L, dropout=spec.dropout, rows=rows)
 
 
@@ -176,7 +183,7 @@ def _check_names(spec: LoraSpec, names: list[str]) -> None:
 
 def adapters(model: Decoder) -> Iterator[Lora]:
     """Every filled slot of the model, stacked layers as one."""
-    return (layer.adapter for layer, _ in linears(model) if layer.adapter is not None)
+    return (layer.adapter for layer, _ in linears(model) if isinstance(layer.adapter, Lora))
 
 
 def lora_modules(model: Decoder) -> Iterator[tuple[Lora, LoraRow]]:
@@ -204,8 +211,5 @@ def merge(model: Decoder) -> None:
         w = layer.w.get_value()
         if not isinstance(w, jax.Array | np.ndarray):
             raise ValueError(f"{next(iter(names.values()))} is quantized: load the base in 16 bits to merge into")
-        lora = layer.adapter
-        delta = jnp.einsum("...OR,...RI->...OI", lora.b.get_value(), lora.a.get_value(), precision="highest")
-        factor = lora.factor.get_value()[..., None, None]
-        layer.w.set_value((w.astype(jnp.float32) + factor * delta).astype(w.dtype))
+        layer.w.set_value(layer.adapter.effective(w).astype(w.dtype))
         layer.adapter = nnx.data(None)

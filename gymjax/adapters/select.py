@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Sequence
 
 import jax
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from gymjax.models.decoder import Decoder, stack_layers
-from gymjax.models.names import HFWeight, hf_weights
+from gymjax.models.names import HFWeight, hf_weights, node_at
 from gymjax.optim.labels import Trained
 from pallas_kernels.nf4_linear import NF4Weight
 
@@ -84,23 +85,14 @@ def train_layers(model: Decoder, layers: int, modules: Sequence[str], extra: Seq
     return model
 
 
-def variable_at(model: Decoder, path: tuple[str | int, ...]) -> tuple[nnx.Module, str]:
-    """The module that holds a variable, and the attribute's name."""
-    node = model
-    for part in path[:-1]:
-        node = node[part] if isinstance(part, int) else getattr(node, part)
-    return node, path[-1]
-
-
 def train_variable(model: Decoder, path: tuple[str | int, ...]) -> None:
     """Turns one frozen weight into a trained one in f32, in place; a trained one stays."""
-    module, name = variable_at(model, path)
-    variable = getattr(module, name)
+    variable = node_at(model, path)
     value = variable.get_value()
     if isinstance(value, NF4Weight):
         raise ValueError(f"{'.'.join(map(str, path))} is quantized and cannot be trained; leave it out or load 16 bits")
     if not isinstance(variable, Trained):
-        setattr(module, name, Trained(value.astype(jnp.float32)))
+        setattr(node_at(model, path[:-1]), str(path[-1]), Trained(value.astype(jnp.float32)))
 
 
 def restack(model: Decoder, cut: int) -> Decoder:
@@ -111,15 +103,10 @@ def restack(model: Decoder, cut: int) -> Decoder:
         return model
     new = nnx.eval_shape(lambda: Decoder(new_cfg, dtype=jnp.float32, compute_dtype=model.compute_dtype))
     rows: dict[tuple, list] = {}
-    for before, after in zip(hf_weights(old), hf_weights(new_cfg)):
-        rows.setdefault(after.path, []).append((before, after))
-    for path, pairs in rows.items():
-        module, name = variable_at(new, path)
-        values = []
-        for before, _ in pairs:
-            owner, attribute = variable_at(model, before.path)
-            value = getattr(owner, attribute).get_value()
-            values.append(value if before.index is None else jax.tree.map(lambda leaf, i=before.index: leaf[i], value))
-        stacked = pairs[0][1].index is not None
-        setattr(module, name, nnx.Param(jax.tree.map(lambda *leaves: jnp.stack(leaves), *values) if stacked else values[0]))
+    for before, after in zip(hf_weights(old), hf_weights(new_cfg), strict=True):
+        value = node_at(model, before.path).get_value()
+        row = value if before.index is None else jax.tree.map(operator.itemgetter(before.index), value)
+        rows.setdefault((after.path, after.index is None), []).append(row)
+    for (path, alone), values in rows.items():
+        node_at(new, path).set_value(values[0] if alone else jax.tree.map(lambda *leaves: jnp.stack(leaves), *values))
     return new

@@ -14,9 +14,8 @@ from gymjax.adapters.select import train_modules
 from gymjax.checkpoint.files import replacing, require_space
 from gymjax.checkpoint.hf import read_json, write_json
 from gymjax.checkpoint.safetensors_io import Tensor, open_tensors, total_bytes, write_tensors
-from gymjax.checkpoint.weights import variable_at
 from gymjax.models.decoder import Decoder
-from gymjax.models.names import HFWeight, hf_weights
+from gymjax.models.names import HFWeight, hf_weights, node_at
 from gymjax.optim.labels import Trained
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -136,7 +135,7 @@ def _short_names(names: Iterable[str], others: Sequence[str]) -> list[str]:
 
 
 def _trained_base_weights(model: Decoder) -> list[HFWeight]:
-    return [weight for weight in hf_weights(model.cfg) if isinstance(variable_at(model, weight.path), Trained)]
+    return [weight for weight in hf_weights(model.cfg) if isinstance(node_at(model, weight.path), Trained)]
 
 
 def _module_names(model: Decoder, saved: Sequence[HFWeight], tied: bool) -> list[str]:
@@ -149,7 +148,7 @@ def _module_names(model: Decoder, saved: Sequence[HFWeight], tied: bool) -> list
 
 
 def _weight_row(model: Decoder, weight: HFWeight) -> np.ndarray:
-    value = variable_at(model, weight.path).get_value()
+    value = node_at(model, weight.path).get_value()
     return np.asarray(value if weight.index is None else value[weight.index])
 
 
@@ -261,6 +260,6 @@ def _load_whole(folder: Path, model: Decoder, whole: Mapping[str, np.ndarray]) -
             raise ValueError(
                 f"{folder}: {name} is {value.shape}, the base's is {weight.shape}; was the vocabulary resized?"
             )
-        variable = variable_at(model, weight.path)
+        variable = node_at(model, weight.path)
         old, new = variable.get_value(), jnp.asarray(np.asarray(value, np.float32))
         variable.set_value(jax.device_put(new if weight.index is None else old.at[weight.index].set(new), old.sharding))

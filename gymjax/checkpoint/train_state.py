@@ -116,7 +116,13 @@ class Checkpoints:
             target.rename(self.output_dir / f".checkpoint-{step}-replaced.partial")
         partial.rename(target)
         sync(self.output_dir)
-        for old in self.steps()[: -self._keep] if self._keep else []:
+        self.prune(protect)
+
+    def prune(self, protect: int | None = None) -> None:
+        """Remove the oldest checkpoints beyond `keep`, with or without a train state, but never `protect`."""
+        names = [re.fullmatch(r"checkpoint-(\d+)", path.name) for path in self.output_dir.glob("checkpoint-*")]
+        steps = sorted(int(name[1]) for name in names if name)
+        for old in steps[: -self._keep] if self._keep else []:
             if old != protect:
                 shutil.rmtree(self.folder(old))
 

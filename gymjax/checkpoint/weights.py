@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from gymjax.checkpoint.safetensors_io import Tensor
 from gymjax.models.decoder import Decoder, DecoderConfig
-from gymjax.models.names import HFWeight, hf_weights
+from gymjax.models.names import HFWeight, hf_weights, node_at
 from gymjax.quant.nf4 import quantize, to_bitsandbytes
 from pallas_kernels.nf4_linear import NF4Weight, dequantize
 
@@ -76,7 +76,7 @@ def load_decoder(
                 return value
 
             value = _stack(rows, read, np.dtype(dtype), pool)
-            variable_at(model, path).set_value(place(path, value))
+            node_at(model, path).set_value(place(path, value))
     return model
 
 
@@ -154,14 +154,6 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:_SHOWN]) + more
 
 
-def variable_at(model: Decoder, path: tuple[str | int, ...]) -> nnx.Variable:
-    """The variable at a path of the tree."""
-    node: Any = model
-    for part in path:
-        node = node[part] if isinstance(part, int) else getattr(node, part)
-    return node
-
-
 def hf_tensors(model: Decoder, dtype: DTypeLike, *, keep_packed: bool = False) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of a model under its Hugging Face name, in the order of the layers; read one at a time.
 
@@ -172,7 +164,7 @@ def hf_tensors(model: Decoder, dtype: DTypeLike, *, keep_packed: bool = False) -
     """
     dtype = np.dtype(dtype)
     for weight in hf_weights(model.cfg):
-        value = variable_at(model, weight.path).get_value()
+        value = node_at(model, weight.path).get_value()
         if keep_packed and isinstance(value, NF4Weight):
             for name, part in to_bitsandbytes(_row(value, weight.index), weight.name).items():
                 yield name, Tensor(part.shape, part.dtype, lambda part=part: part)

@@ -126,6 +126,9 @@ def _best_model(config: Config) -> Iterator[Problem]:
     train = config.train
     if not train.load_best_model_at_end:
         return
+    if train.save_only_model:
+        message = "load_best_model_at_end: true reads train states back, and save_only_model: true writes none"
+        yield ("load_best_model_at_end", "save_only_model"), f"{message}; leave one of them out"
     if train.eval_strategy == "no":
         message = "load_best_model_at_end: true needs evaluations, eval_strategy is no"
         yield ("load_best_model_at_end", "eval_strategy"), f"{message}; set val_size or eval_dataset"

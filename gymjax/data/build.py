@@ -19,7 +19,7 @@ from gymjax.data.report import DataReport, SplitReport
 from gymjax.data.sources import Source
 
 if TYPE_CHECKING:
-    from gymjax.data.prepare import DataSettings
+    from gymjax.data.prepare import DataConfig
 
 Item = Conversation | RawText | Dropped
 # Enough rows for the tokenizer's threads, few enough to keep their texts and offsets small.
@@ -27,7 +27,7 @@ ENCODED_TOGETHER = 512
 
 
 def build(
-    config: "DataSettings", encoder: Encoder, stage: str, seed: int, sources: list[Source], held_out: list[Source]
+    config: "DataConfig", encoder: Encoder, stage: str, seed: int, sources: list[Source], held_out: list[Source]
 ) -> tuple[Dataset | None, Dataset | None, DataReport]:
     """Return the training and evaluation datasets, and what became of their rows.
 
@@ -62,7 +62,7 @@ def build(
     return train, held, report
 
 
-def _items(source: Source, config: "DataSettings", stage: str, seed: int) -> list[Item]:
+def _items(source: Source, config: "DataConfig", stage: str, seed: int) -> list[Item]:
     """Read one source: its rows within max_samples and num_samples, as conversations, texts or drops."""
     rows = _rows(source, stage)
     if source.num_samples is None:

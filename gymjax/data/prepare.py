@@ -1,10 +1,10 @@
 """From the data section of a config to tokenized datasets: the one entry that training, evaluation and preview use."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from gymjax.config import DataConfig
 from gymjax.data import cache
 from gymjax.data.build import build
 from gymjax.data.chat import Encoder
@@ -20,25 +20,6 @@ KEYED = (
     "default_system", "cutoff_len", "max_samples", "val_size", "train_on_prompt", "mask_history", "mix_strategy",
     "interleave_probs",
 )  # fmt: skip
-
-
-class DataSettings(Protocol):
-    """The fields that prepare reads; the config's data section has them."""
-
-    dataset: str | Sequence[str] | None
-    dataset_dir: str
-    eval_dataset: str | Sequence[str] | None
-    template: str | None
-    default_system: str | None
-    cutoff_len: int
-    max_samples: int | None
-    val_size: float
-    train_on_prompt: bool
-    mask_history: bool
-    packing: bool | None
-    mix_strategy: str
-    interleave_probs: str | Sequence[float] | None
-    overwrite_cache: bool
 
 
 @dataclass(frozen=True)
@@ -61,12 +42,12 @@ class Prepared:
 
 
 def prepare(
-    data_config: DataSettings, tokenizer: Any, *, stage: str = "sft", seed: int = 0, cache_dir: str | Path | None = None
+    data_config: DataConfig, tokenizer: Any, *, stage: str = "sft", seed: int = 0, cache_dir: str | Path | None = None
 ) -> Prepared:
     """Read, split, mix, render and tokenize the data of a run.
 
     Args:
-        data_config: see DataSettings.
+        data_config: see DataConfig.
         tokenizer: a Hugging Face fast tokenizer.
         stage: "sft" (turns, prompt and completion, text) or "pt" (text only, long documents in several pieces).
         seed: of sampling, splitting and mixing.
@@ -99,7 +80,7 @@ def prepare(
     return Prepared(train, evaluation, report, packing, text)
 
 
-def _check_settings(config: DataSettings, tokenizer: Any, stage: str) -> None:
+def _check_settings(config: DataConfig, tokenizer: Any, stage: str) -> None:
     if stage not in STAGES:
         raise DataError(f"stage must be one of {', '.join(STAGES)} for now, found {stage!r}")
     if not config.dataset and not config.eval_dataset:
@@ -116,7 +97,7 @@ def _check_settings(config: DataSettings, tokenizer: Any, stage: str) -> None:
         raise DataError("the tokenizer has no character offsets; use a fast tokenizer (a folder with tokenizer.json)")
 
 
-def _encoder(config: DataSettings, tokenizer: Any, stage: str) -> tuple[Encoder, list[str]]:
+def _encoder(config: DataConfig, tokenizer: Any, stage: str) -> tuple[Encoder, list[str]]:
     """Return the encoder, and notes. A tokenizer without a template will do for data without turns."""
     flags = (config.train_on_prompt, config.mask_history, config.default_system)
     if stage == "pt" or (config.template is None and not tokenizer.chat_template):
@@ -126,7 +107,7 @@ def _encoder(config: DataSettings, tokenizer: Any, stage: str) -> tuple[Encoder,
 
 
 def _cache_key(
-    config: DataSettings, encoder: Encoder, stage: str, seed: int, sources: list[Source], held_out: list[Source]
+    config: DataConfig, encoder: Encoder, stage: str, seed: int, sources: list[Source], held_out: list[Source]
 ) -> str:
     every = [*sources, *held_out]
     drawn = config.val_size or config.mix_strategy != "concat" or any(source.num_samples for source in every)

@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from gymjax.inference.sample import Sampling, choose
 from gymjax.models.decoder import Decoder, KVCache, empty_cache
+from pallas_kernels import Implementation
 
 _STOP_SLOTS = 8
 NO_TOKEN = -1
@@ -89,7 +90,7 @@ def prefill(
     how: Sampling,
     *,
     room: int,
-    attention: str | None = None,
+    attention: Implementation | None = None,
 ) -> Answers:
     """Reads right-padded prompts into a fresh cache and chooses the first token of each answer.
 
@@ -107,7 +108,7 @@ def prefill(
     model: Decoder = nnx.merge(graphdef, state)
     B, T = tokens.shape
     cache = empty_cache(model.cfg, B, T + room, model.compute_dtype)
-    hidden_BTD, cache = model(tokens, segment_ids_BT=segment_ids, cache=cache, attention=attention)
+    hidden_BTD, cache = model.cached(tokens, cache, segment_ids_BT=segment_ids, attention=attention)
     last_B1 = jnp.maximum(cache.length - 1, 0)[:, None, None]
     logits_BV = model.logits(jnp.take_along_axis(hidden_BTD, last_B1, axis=1)[:, 0])
     seen_BV = None
@@ -146,7 +147,7 @@ def decode(
         return (answers.step < until) & ~jnp.all(answers.finished)
 
     def turn(answers: Answers) -> Answers:
-        hidden_B1D, cache = model(answers.last[:, None], cache=answers.cache)
+        hidden_B1D, cache = model.cached(answers.last[:, None], answers.cache)
         answers = dataclasses.replace(answers, cache=cache)
         return _add_token(answers, model.logits(hidden_B1D[:, 0]), stops, how)
 

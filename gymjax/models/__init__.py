@@ -15,7 +15,7 @@ def decoder_config(hf: Mapping[str, Any]) -> DecoderConfig:
     """DecoderConfig of a Hugging Face config.json.
 
     Raises:
-        ValueError: model_type, rope type or activation this project does not do, or a missing key; the message names it.
+        ValueError: a model_type, rope type or activation that is not done here, or a missing key; the message names it.
     """
     family = hf.get("model_type")
     if family not in FAMILIES:

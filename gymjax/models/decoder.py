@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-import pallas_kernels.flash_attention as flash
 from gymjax.nn.attention import Attention, LayerCache, RopeTables
 from gymjax.nn.linear import Linear
 from gymjax.nn.mlp import GatedMLP
 from gymjax.nn.norm import RMSNorm
 from gymjax.nn.rope import RopeConfig, rope_tables
+from pallas_kernels import Implementation
 
 SAVED_NAMES = ("q", "k", "v", "attention", "gate", "up")
 REMAT = ("none", "full", "selective")
@@ -142,7 +143,7 @@ class Block(nnx.Module):
         segment_ids_BT: Int[Array, "B T"] | None,
         *,
         key: jax.Array | None,
-        attention: flash.Implementation | None,
+        attention: Implementation | None,
         cache: LayerCache | None,
     ) -> tuple[Float[Array, "B T D"], LayerCache | None]:
         """One layer; see Attention for the cache."""
@@ -175,17 +176,19 @@ class Decoder(nnx.Module):
         return self.embed.get_value()[tokens_BT].astype(self.compute_dtype)
 
     def head_weight(self) -> Float[Array, "V D"]:
-        """The output projection, whether tied or not, as stored."""
-        return self.embed.get_value() if self.head is None else self.head.w.get_value()
+        """The output projection, whether tied or not, with its adapter where it has one."""
+        return self.embed.get_value() if self.head is None else self.head.effective_weight()
+
+    def head_variable(self) -> nnx.Param:
+        """The variable behind the output projection."""
+        return self.embed if self.head is None else self.head.w
 
     def logits(self, hidden_BTD: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
         """Vocabulary scores in f32; for generation and checks, never for training."""
-        if self.head is not None and self.head.adapter is not None:
-            return self.head(hidden_BTD).astype(jnp.float32)
         head_VD = self.head_weight().astype(hidden_BTD.dtype)
         return jnp.einsum("...D,VD->...V", hidden_BTD, head_VD, preferred_element_type=jnp.float32)
 
-    def __call__(self, tokens_BT: Int[Array, "B T"], **options) -> Array | tuple[Array, KVCache]:
+    def __call__(self, tokens_BT: Int[Array, "B T"], **options: Any) -> Float[Array, "B T D"]:
         """Hidden states of tokens; options as in `trunk`."""
         return self.trunk(self.embed_tokens(tokens_BT), **options)
 
@@ -197,56 +200,78 @@ class Decoder(nnx.Module):
         segment_ids_BT: Int[Array, "B T"] | None = None,
         key: jax.Array | None = None,
         remat: str = "none",
-        attention: flash.Implementation | None = None,
-        cache: KVCache | None = None,
-    ) -> Float[Array, "B T D"] | tuple[Float[Array, "B T D"], KVCache]:
+        attention: Implementation | None = None,
+    ) -> Float[Array, "B T D"]:
         """All layers and the final norm.
 
         Args:
             x_BTD: embedded tokens.
-            positions_BT: rotary positions; default 0..T-1, or the cache's lengths when T = 1 continues from a cache.
+            positions_BT: rotary positions; default 0..T-1.
             segment_ids_BT: 1, 2, ... per packed document, 0 for padding; None: one document a row.
             key: randomness of the adapters' dropout; None turns it off.
             remat: "none" keeps activations, "full" recomputes whole layers, "selective" keeps SAVED_NAMES.
             attention: flash-attention implementation; None picks the fastest.
-            cache: when given, T > 1 must start at slot 0 (right-padded prompts), T = 1 continues.
 
         Returns:
-            Hidden states after the final norm; with a cache, (hidden states, updated cache).
+            Hidden states after the final norm.
 
         Raises:
             ValueError: remat is no known name.
         """
         if remat not in REMAT:
             raise ValueError(f"remat must be one of {', '.join(REMAT)}, not {remat!r}")
-        B, T, _ = x_BTD.shape
-        decoding = cache is not None and T == 1
         if positions_BT is None:
-            positions_BT = cache.length[:, None] if decoding else jnp.arange(T)[None]
-        tables = rope_tables(jnp.broadcast_to(positions_BT, (B, T)), self.cfg.rope, self.cfg.head_dim)
-        kv_stacks = []
-        for i, blocks in enumerate(self.stacks):
-            stack_key = None if key is None else jax.random.fold_in(key, i)
-            kv = None if cache is None else (cache.k[i], cache.v[i])
-            run = functools.partial(
-                _run_group,
-                tables=tables,
-                segment_ids_BT=segment_ids_BT,
-                attention=attention,
-                length=None if cache is None else cache.length,
-            )
-            x_BTD, kv = _scan_stack(run, blocks, x_BTD, kv, stack_key, remat)
-            kv_stacks.append(kv)
-        hidden_BTD = self.norm(x_BTD)
-        if cache is None:
-            return hidden_BTD
-        if decoding:
+            positions_BT = jnp.arange(x_BTD.shape[1])[None]
+        x_BTD, _ = self._layers(x_BTD, positions_BT, segment_ids_BT, None, key, remat, attention)
+        return self.norm(x_BTD)
+
+    def cached(
+        self,
+        tokens_BT: Int[Array, "B T"],
+        cache: KVCache,
+        *,
+        segment_ids_BT: Int[Array, "B T"] | None = None,
+        attention: Implementation | None = None,
+    ) -> tuple[Float[Array, "B T D"], KVCache]:
+        """Hidden states of tokens, and the cache with their keys and values.
+
+        Args:
+            tokens_BT: T > 1: prompts padded on the right, stored from slot 0; T = 1: each row's next token.
+            cache: room for the tokens.
+            segment_ids_BT: 1 for a prompt's tokens, 0 for padding; None: no padding.
+            attention: flash-attention implementation of prompts; None picks the fastest.
+        """
+        B, T = tokens_BT.shape
+        positions_BT = cache.length[:, None] if T == 1 else jnp.arange(T)[None]
+        x_BTD = self.embed_tokens(tokens_BT)
+        x_BTD, (k, v) = self._layers(x_BTD, positions_BT, segment_ids_BT, cache, None, "none", attention)
+        if T == 1:
             length = cache.length + 1
         elif segment_ids_BT is None:
             length = jnp.full((B,), T, jnp.int32)
         else:
             length = jnp.sum(segment_ids_BT != 0, axis=1, dtype=jnp.int32)
-        return hidden_BTD, KVCache(tuple(k for k, _ in kv_stacks), tuple(v for _, v in kv_stacks), length)
+        return self.norm(x_BTD), KVCache(k, v, length)
+
+    def _layers(self, x_BTD, positions_BT, segment_ids_BT, cache, key, remat, attention):
+        """Every stack in turn; returns (states, (keys, values) of the stacks' caches)."""
+        positions_BT = jnp.broadcast_to(positions_BT, x_BTD.shape[:2])
+        tables = rope_tables(positions_BT, self.cfg.rope, self.cfg.head_dim)
+        run = functools.partial(
+            _run_group,
+            tables=tables,
+            segment_ids_BT=segment_ids_BT,
+            attention=attention,
+            length=None if cache is None else cache.length,
+        )
+        keys, values = [], []
+        for i, blocks in enumerate(self.stacks):
+            stack_key = None if key is None else jax.random.fold_in(key, i)
+            kv = (None, None) if cache is None else (cache.k[i], cache.v[i])
+            x_BTD, (k, v) = _scan_stack(run, blocks, x_BTD, kv, stack_key, remat)
+            keys.append(k)
+            values.append(v)
+        return x_BTD, (tuple(keys), tuple(values))
 
 
 def _scan_stack(run, blocks: nnx.List, x_BTD: Array, kv, key: jax.Array | None, remat: str):
@@ -269,12 +294,14 @@ def _scan_stack(run, blocks: nnx.List, x_BTD: Array, kv, key: jax.Array | None, 
 
 
 def _run_group(blocks, x_BTD, kv, *, layer, key, tables, segment_ids_BT, attention, length):
-    """One repetition of a stack's group of layers; `kv` is (keys, values) per layer of the group, or None."""
-    keys, values = ([], []) if kv is None else map(list, kv)
+    """One repetition of a stack's group of layers; `kv` is (keys, values) per layer of the group, or (None, None)."""
+    keys, values = kv
+    caches = []
     for p, block in enumerate(blocks):
-        cache = None if kv is None else LayerCache(keys[p], values[p], length, layer)
+        cache = None if keys is None else LayerCache(keys[p], values[p], length, layer)
         block_key = None if key is None else jax.random.fold_in(key, p)
         x_BTD, cache = block(x_BTD, tables, segment_ids_BT, key=block_key, attention=attention, cache=cache)
-        if cache is not None:
-            keys[p], values[p] = cache.k, cache.v
-    return x_BTD, None if kv is None else (tuple(keys), tuple(values))
+        caches.append(cache)
+    if keys is None:
+        return x_BTD, kv
+    return x_BTD, (tuple(cache.k for cache in caches), tuple(cache.v for cache in caches))

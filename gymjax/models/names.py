@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 from gymjax.models.decoder import Decoder, DecoderConfig
 from gymjax.nn.linear import Linear
@@ -47,7 +48,9 @@ class HFWeight:
 
 def layer_places(cfg: DecoderConfig) -> list[tuple[int, int, int]]:
     """(stack, place in its group, repetition) of every layer, first to last."""
-    return [(s, p, r) for s, stack in enumerate(cfg.stacks) for r in range(stack.repeats) for p in range(len(stack.pattern))]
+    return [
+        (s, p, r) for s, stack in enumerate(cfg.stacks) for r in range(stack.repeats) for p in range(len(stack.pattern))
+    ]
 
 
 def _block_weights(cfg: DecoderConfig, prefix: str, base: tuple, index: int) -> Iterator[HFWeight]:
@@ -76,6 +79,14 @@ def hf_weights(cfg: DecoderConfig) -> list[HFWeight]:
     if not cfg.tie_embeddings:
         weights.append(HFWeight("lm_head.weight", ("head", "w"), None, (cfg.vocab_size, cfg.width)))
     return weights
+
+
+def node_at(model: Decoder, path: tuple[str | int, ...]) -> Any:
+    """The module or variable at a path of the tree."""
+    node: Any = model
+    for part in path:
+        node = node[part] if isinstance(part, int) else getattr(node, part)
+    return node
 
 
 def linears(model: Decoder) -> Iterator[tuple[Linear, dict[int | None, str]]]:

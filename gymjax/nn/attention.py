@@ -14,6 +14,7 @@ import pallas_kernels.flash_attention as flash
 import pallas_kernels.rope as rope_kernel
 from gymjax.nn.linear import Linear
 from gymjax.nn.norm import RMSNorm
+from pallas_kernels import Implementation
 
 RopeTables = tuple[Float[Array, "B T H2"], Float[Array, "B T H2"]]
 
@@ -92,9 +93,9 @@ class Attention(nnx.Module):
         self.k = Linear(width, kv_heads * head_dim, use_bias=qkv_bias, dtype=dtype, leading=leading)
         self.v = Linear(width, kv_heads * head_dim, use_bias=qkv_bias, dtype=dtype, leading=leading)
         self.o = Linear(heads * head_dim, width, use_bias=out_bias, dtype=dtype, leading=leading)
-        normed = qk_norm_eps is not None
-        self.q_norm = RMSNorm(head_dim, eps=qk_norm_eps, dtype=dtype, leading=leading) if normed else None
-        self.k_norm = RMSNorm(head_dim, eps=qk_norm_eps, dtype=dtype, leading=leading) if normed else None
+        eps = qk_norm_eps
+        self.q_norm = None if eps is None else RMSNorm(head_dim, eps=eps, dtype=dtype, leading=leading)
+        self.k_norm = None if eps is None else RMSNorm(head_dim, eps=eps, dtype=dtype, leading=leading)
 
     def __call__(
         self,
@@ -103,7 +104,7 @@ class Attention(nnx.Module):
         segment_ids_BT: Int[Array, "B T"] | None,
         *,
         key: jax.Array | None = None,
-        implementation: flash.Implementation | None = None,
+        implementation: Implementation | None = None,
         cache: LayerCache | None = None,
     ) -> tuple[Float[Array, "B T D"], LayerCache | None]:
         """Attends within segments; with a cache, T > 1 fills it from slot 0 and T = 1 continues from it."""
@@ -112,7 +113,7 @@ class Attention(nnx.Module):
         q_BTNH = self.q(x_BTD, keys[0]).reshape(B, T, self.heads, self.head_dim)
         k_BTKH = self.k(x_BTD, keys[1]).reshape(B, T, self.kv_heads, self.head_dim)
         v_BTKH = checkpoint_name(self.v(x_BTD, keys[2]).reshape(B, T, self.kv_heads, self.head_dim), "v")
-        if self.q_norm is not None:
+        if self.q_norm is not None and self.k_norm is not None:
             q_BTNH, k_BTKH = self.q_norm(q_BTNH), self.k_norm(k_BTKH)
         q_BTNH, k_BTKH = rope_kernel.rope(q_BTNH, k_BTKH, *tables)
         q_BTNH, k_BTKH = checkpoint_name(q_BTNH, "q"), checkpoint_name(k_BTKH, "k")

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any, Protocol
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
 from gymjax.quant.matmul import matmul
+
+
+class Adapter(Protocol):
+    """What may fill a linear layer's slot."""
+
+    def __call__(self, x: Array, w: Any, key: jax.Array | None) -> Array:
+        """The whole product of the layer, base included."""
+        ...
+
+    def effective(self, w: Any) -> Array:
+        """The dense weight that the product amounts to, without dropout."""
+        ...
 
 
 class Linear(nnx.Module):
@@ -17,10 +31,17 @@ class Linear(nnx.Module):
     come before it and are gone inside the scan over layers.
     """
 
-    def __init__(self, in_width: int, out_width: int, *, use_bias: bool, dtype: jnp.dtype, leading: tuple[int, ...] = ()):
+    def __init__(
+        self, in_width: int, out_width: int, *, use_bias: bool, dtype: jnp.dtype, leading: tuple[int, ...] = ()
+    ):
         self.w = nnx.Param(jnp.zeros((*leading, out_width, in_width), dtype))
         self.b = nnx.Param(jnp.zeros((*leading, out_width), dtype)) if use_bias else None
-        self.adapter = nnx.data(None)
+        self.adapter: Adapter | None = nnx.data(None)
+
+    def effective_weight(self):
+        """The weight that the layer multiplies with, its adapter's low-rank product added; for heads inside a loss."""
+        w = self.w.get_value()
+        return w if self.adapter is None else self.adapter.effective(w)
 
     def __call__(self, x: Float[Array, "*B I"], key: jax.Array | None = None) -> Float[Array, "*B O"]:
         """Applies the layer in x.dtype; `key` is the adapter's randomness (None: no dropout)."""

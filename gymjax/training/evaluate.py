@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 from flax import nnx
@@ -48,9 +49,9 @@ def run_evaluation(
     loss, weight = 0.0, 0.0
     for i in range(loader.steps_per_epoch):
         batch, _ = loader.batch(i)
-        batch = {name: array[0] for name, array in batch.items()}
-        batch = batch if mesh is None else shard_batch(mesh, batch, rows_axis=0)
-        batch_loss, batch_weight = jax.device_get(step(params, frozen, batch))
+        arrays: dict[str, Any] = {name: array[0] for name, array in dict[str, Any](batch).items()}
+        arrays = arrays if mesh is None else shard_batch(mesh, arrays, rows_axis=0)
+        batch_loss, batch_weight = jax.device_get(step(params, frozen, arrays))
         loss, weight = loss + float(batch_loss), weight + float(batch_weight)
     mean = loss / weight
     return {"eval_loss": mean, "perplexity": math.exp(min(mean, 700.0)), "eval_tokens": weight}

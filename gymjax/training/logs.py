@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 from pathlib import Path
 from typing import Any
 
+import jax
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from tensorboardX import SummaryWriter
+
+
+@dataclasses.dataclass(frozen=True)
+class Throughput:
+    """How fast a run trains, and the highest device memory so far; None where the device does not tell."""
+
+    tokens_per_second: float
+    total_tokens: int
+    mfu: float | None
+    peak_memory_gib: float | None
+
 
 LOG_FILE = "trainer_log.jsonl"
 
@@ -26,12 +39,15 @@ class RunLog:
         self.history = list(history)
         self._total, self._first = total_steps, start_step
         self._started = time.perf_counter()
-        folder.mkdir(parents=True, exist_ok=True)
-        kept = _lines_until(folder / LOG_FILE, start_step)
-        self._file = (folder / LOG_FILE).open("w", encoding="utf-8")
-        self._file.writelines(kept)
-        self._file.flush()
-        self._board = SummaryWriter(str(folder / "runs")) if tensorboard else None
+        alone = jax.process_index() == 0  # other processes of a run keep the history and show nothing
+        self._file, self._board = None, None
+        if alone:
+            folder.mkdir(parents=True, exist_ok=True)
+            kept = _lines_until(folder / LOG_FILE, start_step)
+            self._file = (folder / LOG_FILE).open("w", encoding="utf-8")
+            self._file.writelines(kept)
+            self._file.flush()
+            self._board = SummaryWriter(str(folder / "runs")) if tensorboard else None
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -39,7 +55,7 @@ class RunLog:
             TextColumn("{task.fields[numbers]}"),
             TimeElapsedColumn(),
             TimeRemainingColumn(),
-            disable=quiet,
+            disable=quiet or not alone,
         )
         self._task = self._progress.add_task("training", total=total_steps, completed=start_step, numbers="")
         self._progress.start()
@@ -50,15 +66,16 @@ class RunLog:
 
     def say(self, text: str) -> None:
         """Prints a line above the progress bar."""
-        self._progress.console.print(text, highlight=False, markup=False)
+        if self._file is not None:
+            self._progress.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
-    def train(self, step: int, entry: dict[str, float], throughput: dict[str, float | None]) -> None:
+    def train(self, step: int, entry: dict[str, float], throughput: Throughput) -> None:
         """Records training metrics.
 
         Args:
             step: updates done.
             entry: loss, grad_norm, learning_rate, epoch and, with fp16, loss_scale and skipped_steps.
-            throughput: tokens_per_second, total_tokens, and mfu and peak_memory_gib where known.
+            throughput: of the steps since the last entry.
         """
         self._record(step, entry)
         elapsed = time.perf_counter() - self._started
@@ -72,8 +89,8 @@ class RunLog:
             "percentage": round(100 * step / self._total, 2),
             "elapsed_time": _clock(elapsed),
             "remaining_time": _clock(remaining),
-            "throughput": round(throughput["tokens_per_second"], 2),
-            "total_tokens": throughput["total_tokens"],
+            "throughput": round(throughput.tokens_per_second, 2),
+            "total_tokens": throughput.total_tokens,
         }
         self._write(line)
         self._progress.update(self._task, completed=step, numbers=_numbers(entry, throughput))
@@ -87,9 +104,9 @@ class RunLog:
     def close(self) -> None:
         """Flushes and closes everything."""
         self._progress.stop()
-        self._file.close()
-        if self._board is not None:
-            self._board.close()
+        for writer in (self._file, self._board):
+            if writer is not None:
+                writer.close()
 
     def _record(self, step: int, entry: dict[str, float]) -> None:
         self.history.append({**entry, "step": step})
@@ -99,8 +116,9 @@ class RunLog:
                 self._board.add_scalar(f"{group}/{name}", value, step)
 
     def _write(self, line: dict[str, Any]) -> None:
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
+        if self._file is not None:
+            self._file.write(json.dumps(line) + "\n")
+            self._file.flush()
 
 
 def _lines_until(path: Path, step: int) -> list[str]:
@@ -116,12 +134,12 @@ def _clock(seconds: float) -> str:
     return f"{hours}:{rest // 60:02d}:{rest % 60:02d}"
 
 
-def _numbers(entry: dict[str, float], throughput: dict[str, float | None]) -> str:
-    parts = [f"loss {entry['loss']:.4f}", f"{throughput['tokens_per_second']:,.0f} tok/s"]
-    if throughput.get("mfu") is not None:
-        parts.append(f"MFU {100 * throughput['mfu']:.1f} %")
-    if throughput.get("peak_memory_gib") is not None:
-        parts.append(f"{throughput['peak_memory_gib']:.1f} GiB")
+def _numbers(entry: dict[str, float], throughput: Throughput) -> str:
+    parts = [f"loss {entry['loss']:.4f}", f"{throughput.tokens_per_second:,.0f} tok/s"]
+    if throughput.mfu is not None:
+        parts.append(f"MFU {100 * throughput.mfu:.1f} %")
+    if throughput.peak_memory_gib is not None:
+        parts.append(f"{throughput.peak_memory_gib:.1f} GiB")
     if entry.get("skipped_steps"):
         parts.append(f"{entry['skipped_steps']:.0f} skipped")
     return "  ".join(parts)

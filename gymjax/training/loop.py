@@ -8,13 +8,14 @@ import time
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 
 from gymjax.checkpoint.train_state import Checkpoints
 from gymjax.config import TrainConfig
 from gymjax.optim.build import schedule
 from gymjax.training.compile import Program, compile_program, describe_program
 from gymjax.training.evaluate import run_evaluation
-from gymjax.training.logs import RunLog
+from gymjax.training.logs import RunLog, Throughput
 from gymjax.training.mesh import shard_batch
 from gymjax.training.metrics import peak_flops, peak_memory_gib, step_flops
 from gymjax.training.outputs import save_weights
@@ -55,7 +56,11 @@ class Progress:
 
     def saved(self) -> dict:
         """What a checkpoint keeps of it."""
-        return {"total_tokens": self.total_tokens, "total_flops": self.total_flops, "best": dataclasses.asdict(self.best)}
+        return {
+            "total_tokens": self.total_tokens,
+            "total_flops": self.total_flops,
+            "best": dataclasses.asdict(self.best),
+        }
 
     @classmethod
     def restored(cls, saved: dict) -> Progress:
@@ -63,11 +68,11 @@ class Progress:
         return cls(saved["total_tokens"], saved["total_flops"], best=Best(**saved["best"]))
 
 
-def due(when: str, every: int | None, step: int, steps_per_epoch: int, total: int) -> bool:
-    """Whether something that happens by "no", "steps" or "epoch" happens after `step` updates; always at the end."""
-    if when == "no":
+def due(when: str | None, every: int | None, step: int, steps_per_epoch: int, total: int) -> bool:
+    """Whether something is due after `step` updates: by "steps" or "epoch", and at the end; never by "no" or None."""
+    if when in (None, "no"):
         return False
-    return step == total or step % (every if when == "steps" else steps_per_epoch) == 0
+    return step == total or step % (every if when == "steps" and every else steps_per_epoch) == 0
 
 
 def run_steps(
@@ -89,7 +94,7 @@ def run_steps(
     )
     evaluate = _evaluator(run)
     programs: dict[tuple[int, ...], Program] = {}
-    done = int(state.step)
+    done = saved = int(state.step)
     while done < total and not stop.is_set():
         _profile(train, progress, done)
         batch, _ = run.loader.batch(done)
@@ -113,17 +118,22 @@ def run_steps(
             _flush(run, progress, log, done)
             entry = evaluate(state)
             progress.best.update(entry["eval_loss"], done)
-            log.evaluation(done, {"eval_loss": entry["eval_loss"], "perplexity": entry["perplexity"], "epoch": _epoch(run, done)})
+            log.evaluation(
+                done, {"eval_loss": entry["eval_loss"], "perplexity": entry["perplexity"], "epoch": _epoch(run, done)}
+            )
         early = train.early_stopping_steps is not None and progress.best.stale >= train.early_stopping_steps
         saving = due(train.save_strategy, train.save_steps, done, run.loader.steps_per_epoch, total)
         if saving or early or stop.is_set():
             _flush(run, progress, log, done)
             save_checkpoint(run, state, progress, log, checkpoints, done)
+            saved = done
         if early:
             log.say(f"early stop: {progress.best.stale} evaluations without a loss below {progress.best.loss:.4f}")
             break
         progress.paused += time.perf_counter() - paused_from
     _profile(train, progress, None)
+    if stop.is_set() and saved != done:  # the request came between the last look at it and the loop's end
+        save_checkpoint(run, state, progress, log, checkpoints, done)
     return state, done < total and stop.is_set()
 
 
@@ -137,12 +147,16 @@ def save_checkpoint(
         "max_steps": run.total_steps,
         "log_history": log.history,
         "progress": progress.saved(),
-        "data": run.prepared.train.fingerprint(),
+        "data": run.loader.dataset.fingerprint(),
         "best_metric": progress.best.loss if progress.best.step else None,
         "best_global_step": progress.best.step or None,
     }
     protect = progress.best.step if run.config.train.load_best_model_at_end else None
     params = state.params
+    if run.config.train.save_only_model:
+        save_weights(run, params, checkpoints.folder(done))
+        checkpoints.prune()
+        return
     checkpoints.save(done, state, meta, extra=lambda folder: save_weights(run, params, folder), protect=protect)
 
 
@@ -172,23 +186,23 @@ def _log(run: Run, progress: Progress, log: RunLog, done: int) -> None:
     entry = {
         "loss": sum(float(e["loss"]) * float(e["supervised"]) for e in entries) / supervised,
         "grad_norm": float(last["grad_norm"]),
-        "learning_rate": float(schedule(run.config.optim, run.total_steps)(done - 1)),
+        "learning_rate": float(schedule(run.config.optim, run.total_steps)(jnp.int32(done - 1))),
         "epoch": _epoch(run, done),
     }
     if "loss_scale" in last:
         entry |= {"loss_scale": float(last["loss_scale"]), "skipped_steps": int(last["skipped_steps"])}
     peak = peak_flops()
     flops = sum(
-        step_flops(run.model.cfg, int(e["tokens"]), width, frozen_base=run.lora is not None)
+        step_flops(run.cfg, int(e["tokens"]), width, frozen_base=run.lora is not None)
         for e, width in zip(entries, progress.widths)
     )
     progress.total_flops += flops
-    throughput = {
-        "tokens_per_second": tokens / seconds,
-        "total_tokens": progress.total_tokens,
-        "mfu": None if peak is None else flops / seconds / peak,
-        "peak_memory_gib": peak_memory_gib(),
-    }
+    throughput = Throughput(
+        tokens_per_second=tokens / seconds,
+        total_tokens=progress.total_tokens,
+        mfu=None if peak is None else flops / seconds / peak,
+        peak_memory_gib=peak_memory_gib(),
+    )
     log.train(done, entry, throughput)
     progress.pending.clear()
     progress.widths.clear()
@@ -208,7 +222,7 @@ def _broken_message(run: Run, broken: int, done: int) -> str:
         remedy = "use bf16: true, " + remedy
     return (
         f"step {broken + 1}: the loss or its gradient is not finite. Rows of that step: {', '.join(named)}. "
-        f"Weights are those after step {broken}, nothing later was applied or saved (noticed after step {done}); {remedy}"
+        f"Weights are those after step {broken}, nothing later was applied or saved (seen after step {done}); {remedy}"
     )
 
 

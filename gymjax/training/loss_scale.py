@@ -34,7 +34,9 @@ def adjust(loss_scale: LossScale, finite: Array) -> LossScale:
     grow = clean >= GROWTH_INTERVAL
     scale = jnp.where(finite, jnp.where(grow, loss_scale.scale * 2, loss_scale.scale), loss_scale.scale / 2)
     return LossScale(
-        jnp.clip(scale, SMALLEST, LARGEST), jnp.where(grow, 0, clean), loss_scale.skipped + (1 - finite.astype(jnp.int32))
+        jnp.clip(scale, SMALLEST, LARGEST),
+        jnp.where(grow, 0, clean),
+        loss_scale.skipped + (1 - finite.astype(jnp.int32)),
     )
 
 

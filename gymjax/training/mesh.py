@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import numpy as np
@@ -14,7 +16,7 @@ SMALLEST_SHARDED = 2**16
 
 
 def start_processes() -> None:
-    """Joins the other hosts of a run when the environment says that there are any (JAX_COORDINATOR_ADDRESS, or SLURM)."""
+    """Joins the other hosts of a run when the environment names any (JAX_COORDINATOR_ADDRESS, or SLURM's)."""
     if "JAX_COORDINATOR_ADDRESS" in os.environ:
         jax.distributed.initialize(
             os.environ["JAX_COORDINATOR_ADDRESS"],
@@ -44,7 +46,7 @@ def make_mesh(dp_size: int, fsdp_size: int) -> Mesh:
 
 
 def weight_sharding(mesh: Mesh, shape: tuple[int, ...], *, stacked: bool) -> NamedSharding:
-    """Shards a weight's widest axis that the fsdp size divides (never the axis of stacked layers); small ones are whole.
+    """Shards a weight's widest axis that the fsdp size divides, never that of stacked layers; small ones are whole.
 
     Args:
         mesh: of the run.
@@ -85,7 +87,7 @@ def batch_shards(mesh: Mesh) -> int:
     return mesh.shape["data"] * mesh.shape["fsdp"]
 
 
-def shard_batch(mesh: Mesh, batch: dict[str, np.ndarray], *, rows_axis: int) -> dict[str, jax.Array]:
+def shard_batch(mesh: Mesh, batch: Mapping[str, Any], *, rows_axis: int) -> dict[str, jax.Array]:
     """Spreads a batch's rows over all devices; every process passes the same whole batch and keeps its part."""
     spec = P(*[None] * rows_axis, AXES)
 

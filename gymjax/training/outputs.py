@@ -2,42 +2,58 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import jax
 from flax import nnx
+from jax.experimental import multihost_utils
 
 from gymjax.checkpoint.files import replacing
 from gymjax.checkpoint.hf import save_folder, write_json
 from gymjax.checkpoint.peft import save_adapter
 from gymjax.config import Config, to_yaml
+from gymjax.models.decoder import Decoder
 from gymjax.training.setup import Run
 
 
-def model_with(run: Run, params: nnx.State) -> nnx.Module:
+def model_with(run: Run, params: nnx.State) -> Decoder:
     """The run's decoder with the given trained weights."""
     return nnx.merge(run.graphdef, params, run.frozen)
 
 
+def on_host(state: nnx.State) -> nnx.State:
+    """The same state; over several processes, gathered whole into each one's host memory."""
+    return state if jax.process_count() == 1 else multihost_utils.process_allgather(state, tiled=True)
+
+
 def save_weights(run: Run, params: nnx.State, folder: Path) -> None:
     """Writes an adapter folder (PEFT), or a whole model folder when base weights were trained; tokenizer included."""
-    model = model_with(run, params)
-    tokenizer = run.loaded.tokenizer
-    if run.prepared.chat_template is not None:
-        tokenizer.chat_template = run.prepared.chat_template
+    params, frozen = on_host(params), run.frozen if run.lora is not None else on_host(run.frozen)
+    if jax.process_index():
+        return
+    model = nnx.merge(run.graphdef, params, frozen)
     if run.lora is not None:
-        save_adapter(folder, model, run.lora, base=run.config.model.model_name_or_path, tokenizer=tokenizer)
+        save_adapter(folder, model, run.lora, base=run.config.model.model_name_or_path, tokenizer=run.tokenizer)
         return
     save_folder(
         folder,
         model,
-        run.loaded.hf_config,
-        dtype=run.config.export.export_dtype or "bfloat16",
+        run.hf_config,
+        dtype=run.config.export.export_dtype or stored_dtype(run.hf_config),
         export_size=run.config.export.export_size,
-        tokenizer=tokenizer,
-        generation_config=run.loaded.generation_config or None,
+        tokenizer=run.tokenizer,
+        generation_config=run.generation_config or None,
     )
+
+
+def stored_dtype(hf_config: Mapping[str, Any]) -> str:
+    """Dtype of a base's weights on disk by its config.json, so that saving neither rounds nor widens them."""
+    return str(hf_config.get("dtype") or hf_config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
 
 
 def write_results(folder: Path, metrics: dict[str, float], history: list[dict], state: dict) -> None:
@@ -56,6 +72,31 @@ def write_config(folder: Path, config: Config) -> None:
     """Stores the resolved config as training_args.yaml, which `gymjax.train` accepts again."""
     with replacing(folder) as temporary:
         (temporary / "training_args.yaml").write_text(to_yaml(config), encoding="utf-8")
+
+
+def write_card(folder: Path, run: Run, metrics: Mapping[str, float]) -> None:
+    """Writes README.md, the model card: what was trained from what on which data, with which result."""
+    config = run.config
+    base, data = config.model.model_name_or_path, ", ".join(config.data.dataset)
+    method = config.adapter.finetuning_type
+    if run.lora is not None:
+        method = f"LoRA, rank {run.lora.rank}, alpha {run.lora.alpha:g}"
+        method += f" over a {config.model.quantization_bit}-bit base" if config.model.quantization_bit else ""
+    lines = [
+        "---",
+        f"base_model: {json.dumps(base)}",
+        f"library_name: {'peft' if run.lora is not None else 'transformers'}",
+        "tags: [gymjax]",
+        "---",
+        f"# {config.train.run_name or folder.name}",
+        f"{base} fine-tuned on {data} ({method}).",
+        "",
+        *(f"- {name}: {value:.6g}" for name, value in metrics.items()),
+        "",
+        "training_args.yaml in this folder repeats the run: `python -m gymjax.train training_args.yaml`.",
+    ]
+    with replacing(folder) as temporary:
+        (temporary / "README.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 WRITTEN = ("trainer_state.json", "all_results.json", "train_results.json", "eval_results.json", "trainer_log.jsonl")

@@ -90,6 +90,4 @@ def read_history(folder: Path | str) -> list[dict[str, float]]:
     try:
         return list(json.loads(path.read_text(encoding="utf-8"))["log_history"])
     except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{path} has no readable log_history ({error!r}); give another folder"
-        ) from None
+        raise ValueError(f"{path} has no readable log_history ({error!r}); give another folder") from None

@@ -8,8 +8,10 @@ import jax
 
 import pallas_kernels.flash_attention as flash
 from gymjax.adapters.lora import adapters
+from gymjax.dtypes import policy
 from gymjax.models.names import hf_weights
 from gymjax.training.metrics import GIB, device_memory_gib
+from gymjax.training.outputs import model_with
 from gymjax.training.setup import Run
 from gymjax.training.step import TrainState
 
@@ -22,15 +24,15 @@ def tree_bytes(tree) -> int:
 def parameter_counts(run: Run, state: TrainState) -> tuple[int, int]:
     """(all, trained) numbers of weights; packed weights count as what they stand for."""
     trained = sum(leaf.size for leaf in jax.tree.leaves(state.params))
-    base = sum(math.prod(weight.shape) for weight in hf_weights(run.model.cfg))
-    added = sum(lora.a.get_value().size + lora.b.get_value().size for lora in adapters(run.model))
+    base = sum(math.prod(weight.shape) for weight in hf_weights(run.cfg))
+    attached = adapters(model_with(run, state.params))
+    added = sum(lora.a.get_value().size + lora.b.get_value().size for lora in attached)
     return base + added, trained
 
 
 def explain_attention(run: Run, width: int) -> str:
     """Which attention implementation the step runs for rows of `width` tokens."""
-    cfg = run.model.cfg
-    dtype = run.model.compute_dtype
+    cfg, dtype = run.cfg, policy(run.precision).compute
     q = jax.ShapeDtypeStruct((run.loader.rows, width, cfg.heads, cfg.head_dim), dtype)
     k = jax.ShapeDtypeStruct((run.loader.rows, width, cfg.kv_heads, cfg.head_dim), dtype)
     if run.settings.attention is not None:
@@ -48,7 +50,7 @@ def before_training(run: Run, state: TrainState) -> list[str]:
     there_is = device_memory_gib()
     return [
         *run.prepared.report.lines(),
-        f"model: {run.loaded.source}, {run.model.cfg.layers} layers, {every:,} parameters, {trained:,} trained"
+        f"model: {run.source}, {run.cfg.layers} layers, {every:,} parameters, {trained:,} trained"
         f" ({trained / every:.2%})",
         f"precision: {run.precision}, trained weights and optimizer state f32",
         f"kernels: {explain_attention(run, run.loader.buckets[-1])}",

@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import optax
 from flax import nnx
 from jax.sharding import Mesh
+from transformers import PreTrainedTokenizerBase
 
 from gymjax.adapters.lora import LoraSpec, attach
 from gymjax.adapters.select import train_all, train_layers, train_modules
@@ -20,7 +23,7 @@ from gymjax.config import AdapterConfig, Config
 from gymjax.data.loader import Loader
 from gymjax.data.prepare import Prepared, prepare
 from gymjax.dtypes import Precision, policy, resolve_precision
-from gymjax.models.decoder import Decoder
+from gymjax.models.decoder import Decoder, DecoderConfig
 from gymjax.optim.build import build
 from gymjax.training.evaluate import eval_loader
 from gymjax.training.mesh import batch_shards, make_mesh, place_weight, shard_state
@@ -36,8 +39,11 @@ class Run:
     Attributes:
         config: resolved.
         precision: "bf16", "fp16" or "fp32".
-        loaded: base model as loaded, its tokenizer and config.json.
-        model: the decoder with what is trained attached; its trained arrays are the ones before step 0.
+        cfg: shape of the decoder.
+        source: folder or file the base was read from.
+        hf_config: the base's config.json.
+        generation_config: the base's generation_config.json, empty without one.
+        tokenizer: with the chat template that is trained.
         lora: adapter settings; None when base weights are trained.
         prepared: tokenized data and its report.
         loader: training batches.
@@ -52,8 +58,11 @@ class Run:
 
     config: Config
     precision: Precision
-    loaded: LoadedModel
-    model: Decoder
+    cfg: DecoderConfig
+    source: Path
+    hf_config: Mapping[str, Any]
+    generation_config: Mapping[str, Any]
+    tokenizer: PreTrainedTokenizerBase
     lora: LoraSpec | None
     prepared: Prepared
     loader: Loader
@@ -74,7 +83,9 @@ def precision_of(config: Config) -> Precision:
 def load_model(config: Config, mesh: Mesh | None = None) -> LoadedModel:
     """The base a config names, in the run's precision, packed when quantization_bit says so, spread over a mesh."""
     return load_base(
-        config.model, policy(precision_of(config)), place=None if mesh is None else functools.partial(place_weight, mesh)
+        config.model,
+        policy(precision_of(config)),
+        place=None if mesh is None else functools.partial(place_weight, mesh),
     )
 
 
@@ -129,6 +140,8 @@ def set_up(config: Config) -> tuple[Run, TrainState]:
     precision = precision_of(config)
     loaded = load_model(config, mesh)
     prepared = prepare_data(config, loaded.tokenizer)
+    if prepared.train is None:
+        raise ValueError("dataset must be given: a name in dataset_info.json, a file or a folder")
     rows = train.per_device_train_batch_size * batch_shards(mesh)
     loader = Loader(
         prepared.train,
@@ -139,6 +152,8 @@ def set_up(config: Config) -> tuple[Run, TrainState]:
         seed=train.seed if train.data_seed is None else train.data_seed,
         shuffle=not config.data.disable_shuffling,
     )
+    if prepared.chat_template is not None:
+        loaded.tokenizer.chat_template = prepared.chat_template
     model, lora = choose_trained(loaded.model, config)
     total_steps = train.max_steps
     if total_steps <= 0:
@@ -152,8 +167,11 @@ def set_up(config: Config) -> tuple[Run, TrainState]:
     run = Run(
         config=config,
         precision=precision,
-        loaded=loaded,
-        model=model,
+        cfg=model.cfg,
+        source=loaded.source,
+        hf_config=loaded.hf_config,
+        generation_config=loaded.generation_config,
+        tokenizer=loaded.tokenizer,
         lora=lora,
         prepared=prepared,
         loader=loader,

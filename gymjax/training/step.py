@@ -65,7 +65,8 @@ class StepSettings:
 
 def split_model(model: nnx.Module) -> tuple[nnx.GraphDef, nnx.State, nnx.State]:
     """(structure, trained variables, frozen variables) of a model."""
-    return nnx.split(model, Trained, ...)
+    graphdef, params, frozen = nnx.split(model, Trained, ...)
+    return graphdef, params, frozen
 
 
 def init_state(
@@ -99,12 +100,9 @@ def batch_loss(model, batch: Batch, settings: StepSettings, key: jax.Array | Non
         remat="none" if key is None else settings.remat,
         attention=settings.attention,
     )
-    head_VD, frozen_head = model.head_weight(), not isinstance(_head_variable(model), Trained)
-    return sft_loss(hidden_BTD, head_VD, batch["targets"], batch["loss_weights"], frozen_head=frozen_head)
-
-
-def _head_variable(model) -> nnx.Variable:
-    return model.embed if model.head is None else model.head.w
+    adapted_head = model.head is not None and model.head.adapter is not None
+    frozen_head = not adapted_head and not isinstance(model.head_variable(), Trained)
+    return sft_loss(hidden_BTD, model.head_weight(), batch["targets"], batch["loss_weights"], frozen_head=frozen_head)
 
 
 def _neftune(x_BTD: Array, segment_ids_BT: Array, alpha: float, key: jax.Array) -> Array:
@@ -144,9 +142,7 @@ def make_step(
 
         def accumulate(total, scanned):
             index, microbatch = scanned
-            result = jax.value_and_grad(loss)(
-                state.params, frozen, microbatch, jax.random.fold_in(key, index), factor
-            )
+            result = jax.value_and_grad(loss)(state.params, frozen, microbatch, jax.random.fold_in(key, index), factor)
             return jax.tree.map(jnp.add, total, result), None
 
         accumulation = batch["tokens"].shape[0]

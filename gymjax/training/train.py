@@ -7,6 +7,7 @@ import re
 import time
 from pathlib import Path
 
+import jax
 from flax import nnx
 
 from gymjax.checkpoint.train_state import Checkpoints
@@ -15,7 +16,7 @@ from gymjax.training.compile import use_compile_cache
 from gymjax.training.interrupt import stop_requests
 from gymjax.training.logs import RunLog
 from gymjax.training.loop import Progress, run_steps
-from gymjax.training.outputs import clear_output, model_with, save_weights, write_config, write_results
+from gymjax.training.outputs import clear_output, model_with, save_weights, write_card, write_config, write_results
 from gymjax.training.plotting import plot_losses
 from gymjax.training.report import before_training
 from gymjax.training.setup import Run, set_up
@@ -54,16 +55,18 @@ def train(config: Config) -> TrainResult:
     check_trainable(config)
     check_output_dir(config)
     use_compile_cache(config.train.compile_cache_dir)
-    for line in [describe(config), *config.notes]:
+    alone = jax.process_index() == 0  # of several processes, one writes files and prints
+    for line in [describe(config), *config.notes] if alone else []:
         print(line)
     run, state = set_up(config)
     folder = Path(config.train.output_dir)
     checkpoints = Checkpoints(folder, config.train.save_total_limit)
     state, progress, history, resumed = resume(run, state, checkpoints)
     start = int(state.step)
-    if not start:
-        clear_output(folder)
-    write_config(folder, config)
+    if alone:
+        if not start:
+            clear_output(folder)
+        write_config(folder, config)
     log = RunLog(
         folder,
         total_steps=run.total_steps,
@@ -87,15 +90,15 @@ def train(config: Config) -> TrainResult:
     metrics = _summary(run, progress, log.history, int(state.step) - start, time.perf_counter() - started)
     if not interrupted:
         save_weights(run, state.params, folder)
-    write_results(folder, metrics, log.history, {"global_step": int(state.step), "max_steps": run.total_steps})
-    if config.train.plot_loss:
-        plot_losses(folder, log.history)
+    if alone:
+        write_results(folder, metrics, log.history, {"global_step": int(state.step), "max_steps": run.total_steps})
+        write_card(folder, run, metrics)
+        if config.train.plot_loss:
+            plot_losses(folder, log.history)
     return TrainResult(metrics, log.history, model_with(run, state.params), run, state, interrupted)
 
 
-def resume(
-    run: Run, state: TrainState, checkpoints: Checkpoints
-) -> tuple[TrainState, Progress, list[dict], list[str]]:
+def resume(run: Run, state: TrainState, checkpoints: Checkpoints) -> tuple[TrainState, Progress, list[dict], list[str]]:
     """Continues from the checkpoint that the config asks for, or from the newest one of the output folder.
 
     Returns:
@@ -116,18 +119,16 @@ def resume(
     if step is None or wanted is False or (wanted is None and run.config.train.overwrite_output_dir):
         return state, Progress(), [], []
     state, meta = source.restore(step, state)
-    if meta["data"] != run.prepared.train.fingerprint():
+    if meta["data"] != run.loader.dataset.fingerprint():
         raise ValueError(
-            f"{source.folder(step)} was trained on other data (or another template, tokenizer, cutoff_len or seed) than "
+            f"{source.folder(step)} was trained on other data (or another template, tokenizer, cutoff_len, seed) than "
             f"dataset: {', '.join(run.config.data.dataset)} now gives; resume with the same data, or start in another "
             "output_dir"
         )
     return state, Progress.restored(meta["progress"]), meta["log_history"], [f"resumed from {source.folder(step)}"]
 
 
-def _restore_best(
-    run: Run, state: TrainState, progress: Progress, checkpoints: Checkpoints, log: RunLog
-) -> TrainState:
+def _restore_best(run: Run, state: TrainState, progress: Progress, checkpoints: Checkpoints, log: RunLog) -> TrainState:
     best, _ = checkpoints.restore(progress.best.step, state)
     log.say(f"loaded the best weights: checkpoint-{progress.best.step}, eval_loss {progress.best.loss:.4f}")
     return dataclasses.replace(state, params=best.params)

@@ -2,6 +2,7 @@
 
 import math
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -62,8 +63,8 @@ def flash_attention(
 
 
 def explain(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B S K H"],
+    q: Float[Array, "B T N H"] | jax.ShapeDtypeStruct,
+    k: Float[Array, "B S K H"] | jax.ShapeDtypeStruct,
     *,
     causal: bool = True,
     kv_segment_ids: Int[Array, "B S"] | None = None,
@@ -76,7 +77,12 @@ def explain(
 
 
 def _refusals(
-    q: Array, k: Array, causal: bool, kv_segment_ids: Array | None, scale: float | None, softcap: float | None
+    q: Array | jax.ShapeDtypeStruct,
+    k: Array | jax.ShapeDtypeStruct,
+    causal: bool,
+    kv_segment_ids: Array | None,
+    scale: float | None,
+    softcap: float | None,
 ) -> _dispatch.Refusals:
     own_ids = kv_segment_ids is not None
     return {"cudnn": cudnn.refuses(q, k, causal=causal, own_ids=own_ids, scale=scale, softcap=softcap), "xla": None}

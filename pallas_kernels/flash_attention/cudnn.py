@@ -10,7 +10,13 @@ _PAD_MULTIPLE = 128
 
 
 def refuses(
-    q: Array, k: Array, *, causal: bool, own_ids: bool, scale: float | None, softcap: float | None
+    q: Array | jax.ShapeDtypeStruct,
+    k: Array | jax.ShapeDtypeStruct,
+    *,
+    causal: bool,
+    own_ids: bool,
+    scale: float | None,
+    softcap: float | None,
 ) -> str | None:
     """Return why cuDNN cannot do these arguments on the default device, or None.
 

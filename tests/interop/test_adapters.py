@@ -9,9 +9,9 @@ from gymjax.adapters.lora import LoraSpec, attach, lora_modules, merge
 from gymjax.adapters.select import train_modules
 from gymjax.checkpoint.hf import open_folder, save_folder
 from gymjax.checkpoint.peft import load_adapter, save_adapter
-from gymjax.checkpoint.weights import load_decoder, variable_at
+from gymjax.checkpoint.weights import load_decoder
 from gymjax.models import decoder_config
-from gymjax.models.names import hf_weights
+from gymjax.models.names import hf_weights, node_at
 from gymjax.optim.labels import Trained
 
 pytestmark = pytest.mark.interop
@@ -79,7 +79,7 @@ def randomize(model, seed=0):
         part[:, : row.rank] = 0.1 * rng.normal(size=(part.shape[0], row.rank))
         lora.b.set_value(jnp.asarray(b))
     for path in dict.fromkeys(weight.path for weight in hf_weights(model.cfg)):
-        variable = variable_at(model, path)
+        variable = node_at(model, path)
         if isinstance(variable, Trained):
             value = variable.get_value()
             variable.set_value(value + 0.1 * rng.normal(size=value.shape).astype(np.float32))

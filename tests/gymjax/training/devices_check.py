@@ -1,0 +1,92 @@
+"""Run by test_devices.py with four simulated devices: losses and gradients of meshes against one device."""
+
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from gymjax.adapters.lora import LoraSpec, attach
+from gymjax.adapters.select import train_all
+from gymjax.models import decoder_config
+from gymjax.models.decoder import Decoder
+from gymjax.quant import nf4
+from gymjax.training import mesh as meshes
+from gymjax.training.step import StepSettings, init_state, make_step, split_model
+
+HF_CONFIG = {
+    "model_type": "llama", "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2,
+}  # fmt: skip
+
+
+def model_of(kind):
+    model = Decoder(decoder_config(HF_CONFIG), dtype=jnp.float32)
+    rng = np.random.default_rng(0)
+    state = nnx.state(model)
+    fill = lambda path, leaf: jnp.asarray(rng.normal(0, 0.1, leaf.shape) + (path[-2].key == "scale"), jnp.float32)  # noqa: E731
+    nnx.update(model, jax.tree_util.tree_map_with_path(fill, state))
+    if kind == "full":
+        train_all(model)
+        return model
+    if kind == "nf4":
+        for block in model.stacks[0]:
+            for layer in (block.attn.q, block.attn.o, block.mlp.gate, block.mlp.down):
+                rows = [nf4.quantize(np.asarray(w), dtype="float32") for w in layer.w.get_value()]
+                layer.w = nnx.Param(jax.tree.map(lambda *leaves: jnp.stack(leaves), *rows))
+    attach(model, LoraSpec(rank=4, alpha=8), key=jax.random.key(1))
+    for block in model.stacks[0]:
+        block.attn.q.adapter.b.set_value(jnp.full(block.attn.q.adapter.b.get_value().shape, 0.02))
+    return model
+
+
+def batch_of():
+    rng = np.random.default_rng(1)
+    tokens = rng.integers(0, 512, (2, 4, 32)).astype(np.int32)
+    weights = (np.arange(32) < rng.integers(4, 31, (2, 4, 1))).astype(np.float32)  # rows of unequal length
+    return {
+        "tokens": tokens,
+        "targets": np.roll(tokens, -1, -1),
+        "loss_weights": weights,
+        "segment_ids": np.ones_like(tokens),
+        "positions": np.broadcast_to(np.arange(32, dtype=np.int32), tokens.shape),
+    }
+
+
+def run(kind, mesh):
+    graphdef, params, frozen = split_model(model_of(kind))
+    optimizer = optax.sgd(1.0)
+    state = init_state(params, optimizer, None)
+    batch = {name: jnp.asarray(array) for name, array in batch_of().items()}
+    shards = 1
+    if mesh is not None:
+        state, frozen = meshes.shard_state(mesh, state), meshes.shard_state(mesh, frozen)
+        batch = meshes.shard_batch(mesh, batch_of(), rows_axis=1)
+        every = [*jax.tree.leaves(frozen), *jax.tree.leaves(state.params)]
+        shards = max(leaf.nbytes // leaf.addressable_shards[0].data.nbytes for leaf in every)
+    new, metrics = jax.jit(make_step(graphdef, optimizer, StepSettings(seed=0, max_grad_norm=0.0)))(
+        state, frozen, batch
+    )
+    grads = [
+        np.asarray(a) - np.asarray(b) for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(new.params), strict=True)
+    ]
+    return float(metrics["loss"]), grads, shards
+
+
+def main():
+    meshes.SMALLEST_SHARDED = 1024
+    found = {}
+    for kind in sys.argv[1:]:
+        loss, grads, _ = run(kind, None)
+        for dp, fsdp in ((4, 1), (1, 4), (2, 2)):
+            other, other_grads, shards = run(kind, meshes.make_mesh(dp, fsdp))
+            worst = max(float(np.abs(a - b).max()) for a, b in zip(grads, other_grads, strict=True))
+            found[f"{kind}-{dp}x{fsdp}"] = {"loss": abs(loss - other) / loss, "grads": worst, "shards": shards}
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
