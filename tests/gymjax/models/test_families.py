@@ -1,0 +1,103 @@
+"""config.json of every family, in both spellings, and what is refused."""
+
+import pytest
+
+from gymjax.models import decoder_config
+from gymjax.models.decoder import LayerKind, Stack
+from gymjax.nn.rope import RopeConfig
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "rms_norm_eps": 1e-5,
+}
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+def test_llama_defaults():
+    cfg = decoder_config(LLAMA)
+    assert (cfg.kv_heads, cfg.head_dim, cfg.layers, cfg.tie_embeddings) == (4, 8, 3, False)
+    assert cfg.stacks == (Stack((LayerKind(None),), 3),)
+    assert cfg.rope == RopeConfig(10000.0)
+
+
+@pytest.mark.parametrize(
+    ("keys", "rope"),
+    [
+        ({"rope_theta": 5e5}, RopeConfig(5e5)),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, RopeConfig(5e5)),
+        ({"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}}, RopeConfig(5e5, "linear", 2.0)),
+        (
+            {"rope_parameters": {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}},
+            RopeConfig(5e5, "linear", 2.0),
+        ),
+        (
+            {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **LLAMA3}},
+            RopeConfig(5e5, "llama3", 8.0, 1.0, 4.0, 8192),
+        ),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3}},
+            RopeConfig(5e5, "llama3", 8.0, 1.0, 4.0, 8192),
+        ),
+    ],
+)
+def test_rope_in_both_spellings(keys, rope):
+    assert decoder_config(LLAMA | keys).rope == rope
+
+
+def test_mistral_has_a_window_on_every_layer():
+    assert decoder_config(LLAMA | {"model_type": "mistral", "sliding_window": 7}).kinds == (LayerKind(7),) * 3
+    assert decoder_config(LLAMA | {"model_type": "mistral", "sliding_window": None}).kinds == (LayerKind(),) * 3
+
+
+def test_qwen2_windows_the_upper_layers_when_switched_on():
+    hf = LLAMA | {"model_type": "qwen2", "sliding_window": 5, "max_window_layers": 1}
+    assert decoder_config(hf).kinds == (LayerKind(),) * 3
+    assert decoder_config(hf | {"use_sliding_window": True}).kinds == (LayerKind(), LayerKind(5), LayerKind(5))
+    types = ["sliding_attention", "full_attention", "sliding_attention"]
+    assert decoder_config(hf | {"use_sliding_window": True, "layer_types": types}).kinds == (
+        LayerKind(5),
+        LayerKind(),
+        LayerKind(5),
+    )
+    assert decoder_config(hf).qkv_bias
+    assert not decoder_config(hf).out_bias
+
+
+def test_qwen3_normalises_queries_and_keys():
+    cfg = decoder_config(LLAMA | {"model_type": "qwen3"})
+    assert cfg.qk_norm
+    assert not cfg.qkv_bias
+    assert cfg.head_dim == 128
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "mamba"}, "model_type 'mamba' is not supported; supported: llama, mistral, qwen2, qwen3"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+            "rope type 'yarn' is not supported; supported: default",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}},
+            "'llama3' needs low_freq_factor, high_freq_factor",
+        ),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+        ({"num_key_value_heads": 3}, "num_attention_heads 4 is no multiple of num_key_value_heads 3"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor other than 1"),
+        ({"model_type": "qwen2", "layer_types": ["chunked"] * 3}, "layer_types must be 3 of full_attention"),
+    ],
+)
+def test_bad_config_json(changes, message):
+    with pytest.raises(ValueError, match=message):
+        decoder_config(LLAMA | changes)
+
+
+def test_bad_config_json_lacks_keys():
+    with pytest.raises(ValueError, match="missing hidden_size, num_attention_heads"):
+        decoder_config({k: v for k, v in LLAMA.items() if k not in ("hidden_size", "num_attention_heads")})
