@@ -11,9 +11,10 @@ this implementation does not exist.
 Importing this package imports no kernel.
 """
 
-from pallas_kernels._dispatch import Implementation
+from typing import Literal
 
-__all__ = ["OPS", "Implementation"]
+Implementation = Literal["mosaic_gpu", "jax_triton", "cudnn", "xla"]
+"""How an operation is done: Hopper kernel, portable kernel, NVIDIA's own, or what XLA compiles from plain jnp."""
 
 OPS = (
     "flash_attention",

@@ -1,12 +1,12 @@
 """The only place where an implementation is picked."""
 
 from collections.abc import Mapping
-from typing import Literal, get_args
+from typing import get_args
 
-Implementation = Literal["mosaic_gpu", "jax_triton", "cudnn", "xla"]
-"""Names that `implementation=` accepts; which of them exist differs by operation."""
+from pallas_kernels import Implementation
 
 NAMES: tuple[str, ...] = get_args(Implementation)
+"""What `implementation=` accepts; which of them exist differs by operation."""
 
 Refusals = Mapping[Implementation, str | None]
 """Implementation -> why it refuses the arguments, or None where it accepts; fastest first."""

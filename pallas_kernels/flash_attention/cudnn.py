@@ -31,8 +31,6 @@ def refuses(
         return f"it has no softcap, and softcap is {softcap}"
     if causal and q.shape[1] != k.shape[1]:
         return f"its causal mask lines up the first tokens, so T must equal S; T is {q.shape[1]} and S is {k.shape[1]}"
-    if not causal and (q.shape[1] % 2 or k.shape[1] % 2):
-        return f"its lengths must be even where no causal mask hides padding; T is {q.shape[1]} and S is {k.shape[1]}"
     if own_ids:
         return "keys with segment ids of their own can leave a query without a key, which it does not define"
     if isinstance(scale, jax.Array):
@@ -43,6 +41,8 @@ def refuses(
     needed = (9, 0) if width > 128 else (8, 0)
     if capability < needed:
         return f"head width {width} needs compute capability {needed}; this GPU has {capability}"
+    if not causal and (q.shape[1] % 2 or k.shape[1] % 2):
+        return f"its lengths must be even where no causal mask hides padding; T is {q.shape[1]} and S is {k.shape[1]}"
     return None
 
 

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import _dispatch
-from pallas_kernels._dispatch import Implementation
+from pallas_kernels import Implementation, _dispatch
 from pallas_kernels.linear_cross_entropy import reference
 from pallas_kernels.nf4_linear import NF4Weight, dequantize
 

@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
-from pallas_kernels import _dispatch
-from pallas_kernels._dispatch import Implementation
+from pallas_kernels import Implementation, _dispatch
 from pallas_kernels.lora_linear import reference
 from pallas_kernels.nf4_linear import NF4Weight, dequantize
 

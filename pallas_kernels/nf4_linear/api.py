@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, UInt8
 
-from pallas_kernels import _dispatch
-from pallas_kernels._dispatch import Implementation
+from pallas_kernels import Implementation, _dispatch
 from pallas_kernels.nf4_linear import reference
 from pallas_kernels.nf4_linear.reference import DYNAMIC_CODE, NESTED_BLOCK, NF4_CODE
 

@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels import _dispatch
-from pallas_kernels._dispatch import Implementation
+from pallas_kernels import Implementation, _dispatch
 from pallas_kernels.rms_norm import reference
 
 _REFUSALS: _dispatch.Refusals = {"xla": None}

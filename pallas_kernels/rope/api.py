@@ -4,8 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels import _dispatch
-from pallas_kernels._dispatch import Implementation
+from pallas_kernels import Implementation, _dispatch
 from pallas_kernels.rope import reference
 
 _REFUSALS: _dispatch.Refusals = {"xla": None}

@@ -87,8 +87,8 @@ def test_rows_of_padding_are_finished_from_the_start(model):
 
 def test_same_buckets_compile_nothing_new(model, monkeypatch):
     traces = []
-    trunk = Decoder.trunk
-    monkeypatch.setattr(Decoder, "trunk", lambda *args, **options: traces.append(1) or trunk(*args, **options))
+    cached = Decoder.cached
+    monkeypatch.setattr(Decoder, "cached", lambda *args, **options: traces.append(1) or cached(*args, **options))
     jax.clear_caches()
     greedy(model, [[1, 2, 3], [4]], new=5)
     first = len(traces)
