@@ -1,5 +1,6 @@
 """The only place where an implementation is picked."""
 
+import itertools
 from collections.abc import Mapping
 from typing import get_args
 
@@ -44,9 +45,9 @@ def choose(op: str, wanted: Implementation | None, refusals: Refusals) -> Implem
 
 def explain(op: str, refusals: Refusals) -> str:
     """Say in one line which implementation `None` picks and why the faster ones refuse."""
-    usable = [name for name, reason in refusals.items() if reason is None]
-    reasons = _reasons(refusals)
-    return f"{op}: {usable[0] if usable else 'nothing'}" + (f" ({reasons})" if reasons else "")
+    faster = dict(itertools.takewhile(lambda item: item[1] is not None, refusals.items()))
+    chosen = next((name for name in refusals if name not in faster), "nothing")
+    return f"{op}: {chosen}" + (f" ({_reasons(faster)})" if faster else "")
 
 
 def _reasons(refusals: Refusals) -> str:

@@ -217,7 +217,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--base", choices=("nf4", "bf16"), default="nf4")
     parser.add_argument("--remat", choices=("full", "selective", "none"), default="full")
     parser.add_argument("--batch", default="4x2048", help="rows x tokens")
-    parser.add_argument("--attention", choices=("cudnn", "xla"), help="default: the fastest")
+    parser.add_argument("--attention", choices=("cudnn", "mosaic_gpu", "xla"), help="default: the fastest")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--peers", nargs="*", default=[], choices=("hf-liger", "unsloth"))
     parser.add_argument("--peer-model", default="outputs/peer_model")
@@ -248,6 +248,7 @@ def main(arguments: list[str]) -> int:
         if measured is not None:
             peers[peer] = measured
     case = f"{options.shape}-{options.base}-{options.batch}-r{RANK}-{options.remat}-remat"
+    case += f"-{options.attention}" if options.attention else ""
     found = lines(case, ours, peers)
     out = Path(options.out)
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -18,7 +18,7 @@ from gymjax.nn.norm import RMSNorm
 from gymjax.nn.rope import RopeConfig, rope_tables
 from pallas_kernels import Implementation
 
-SAVED_NAMES = ("q", "k", "v", "attention", "gate", "up")
+SAVED_NAMES = ("q", "k", "v", "attention", "attention_lse", "gate", "up")
 REMAT = ("none", "full", "selective")
 
 

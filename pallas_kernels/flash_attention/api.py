@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import Implementation, _dispatch
-from pallas_kernels.flash_attention import cudnn, reference
+from pallas_kernels.flash_attention import cudnn, mosaic_gpu, reference
+from pallas_kernels.flash_attention.bounds import number_documents
 
 
 def flash_attention(
@@ -27,8 +28,9 @@ def flash_attention(
 
     `softmax(mask(cap * tanh(q @ k.T * scale / cap))) @ v`, scores and softmax in f32, returned in q.dtype.
     Query i stands at key position p = i + S - T. Causal: it sees keys j <= p; with a window w, also j > p - w, so
-    that the window counts the query itself. Segments: it sees keys with its own id; id 0 is padding, which nobody
-    sees. A query that sees no key gives 0 and passes no gradient. Source: arXiv 1706.03762, eq. 1; 2305.13245.
+    that the window counts the query itself. Segments: a document is a run of equal ids, and a query sees the keys of
+    its own; id 0 is padding, which nobody sees. A query that sees no key gives 0 and passes no gradient.
+    Source: arXiv 1706.03762, eq. 1; 2305.13245.
 
     Args:
         q: queries, f32, bf16 or f16.
@@ -40,7 +42,8 @@ def flash_attention(
         kv_segment_ids: the same for keys; left out, they are segment_ids.
         scale: factor on the scores; None for 1/sqrt(H).
         softcap: bound on the scores, in their unit; None for no bound.
-        implementation: "cudnn", "xla", or None for the first of them that accepts the arguments on this device.
+        implementation: "mosaic_gpu", "cudnn", "xla", or None: the first that accepts the arguments on this device, in
+            this order on packed rows, with cuDNN first on others.
 
     Returns:
         The attended values, in q's shape and dtype.
@@ -51,9 +54,14 @@ def flash_attention(
     """
     _check(q, k, v, causal, window, softcap)
     _check_segments(q, k, segment_ids, kv_segment_ids)
-    refusals = _refusals(q, k, causal, kv_segment_ids, scale, softcap)
+    packed, own_ids = segment_ids is not None, kv_segment_ids is not None
+    refusals = _refusals(q, k, causal, packed, own_ids, scale, softcap)
     name = _dispatch.choose("flash_attention", implementation, refusals)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    if segment_ids is not None and kv_segment_ids is None:
+        segment_ids = number_documents(segment_ids)
+    if name == "mosaic_gpu":
+        return mosaic_gpu.forward(q, k, v, causal=causal, window=window, segment_ids=segment_ids, scale=scale)
     if name == "cudnn":
         return cudnn.forward(q, k, v, causal=causal, window=window, segment_ids=segment_ids, scale=scale)
     kv_segment_ids = segment_ids if kv_segment_ids is None else kv_segment_ids
@@ -66,12 +74,16 @@ def explain(
     k: Float[Array, "B S K H"] | jax.ShapeDtypeStruct,
     *,
     causal: bool = True,
-    kv_segment_ids: Int[Array, "B S"] | None = None,
+    packed: bool = False,
+    own_ids: bool = False,
     scale: float | None = None,
     softcap: float | None = None,
 ) -> str:
-    """Say which implementation None picks for these arguments (arrays or jax.ShapeDtypeStruct) and why."""
-    refusals = _refusals(q, k, causal, kv_segment_ids, scale, softcap)
+    """Say which implementation None picks for these arguments (arrays or jax.ShapeDtypeStruct) and why.
+
+    `packed` tells whether segment_ids would be given, `own_ids` whether kv_segment_ids would.
+    """
+    refusals = _refusals(q, k, causal, packed, own_ids, scale, softcap)
     return _dispatch.explain("flash_attention", refusals)
 
 
@@ -79,12 +91,16 @@ def _refusals(
     q: Array | jax.ShapeDtypeStruct,
     k: Array | jax.ShapeDtypeStruct,
     causal: bool,
-    kv_segment_ids: Array | None,
+    packed: bool,
+    own_ids: bool,
     scale: float | None,
     softcap: float | None,
 ) -> _dispatch.Refusals:
-    own_ids = kv_segment_ids is not None
-    return {"cudnn": cudnn.refuses(q, k, causal=causal, own_ids=own_ids, scale=scale, softcap=softcap), "xla": None}
+    shared = {"own_ids": own_ids, "scale": scale, "softcap": softcap}
+    ours, nvidias = mosaic_gpu.refuses(q, k, **shared), cudnn.refuses(q, k, causal=causal, **shared)
+    if packed:  # cuDNN's mask would be T * T
+        return {"mosaic_gpu": ours, "cudnn": nvidias, "xla": None}
+    return {"cudnn": nvidias, "mosaic_gpu": ours, "xla": None}
 
 
 def _check(q: Array, k: Array, v: Array, causal: bool, window: int | None, softcap: float | None) -> None:

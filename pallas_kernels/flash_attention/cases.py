@@ -58,6 +58,9 @@ CASES = (
     _case("B2-S4096-N32-K8-D128-causal-docs8", 2, 4096, 32, 8, 128, documents=8),
     _case("B4-S4096-N32-K8-D64-causal", 4, 4096, 32, 8, 64),
     _case("B1-S16384-N32-K8-D128-causal", 1, 16384, 32, 8, 128),
+    _case("B16-S2048-N32-K8-D128-causal", 16, 2048, 32, 8, 128),
+    _case("B1-S32768-N32-K8-D128-causal-W4096", 1, 32768, 32, 8, 128, window=4096),
+    _case("B1-S65536-N32-K8-D128-causal-docs12", 1, 65536, 32, 8, 128, documents=12),
 )
 
 

@@ -1,0 +1,153 @@
+"""The Hopper kernels in the GPU interpreter, with race detection, against float64; and their tile ranges.
+
+The interpreter runs neither products whose left side is in registers nor accumulation in place: `staged=True` sends
+both through shared memory. What the real kernels' schedule adds is checked on the GPU by scripts/check_gpu.py.
+"""
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.flash_attention import explain, flash_attention, mosaic_gpu
+from pallas_kernels.flash_attention.bounds import key_tiles, number_documents, query_tiles, row_bounds
+from pallas_kernels.flash_attention.reference import attention_mask
+
+
+def oracle(q, k, v, dout, seen, scale):
+    """Output and gradients in float64, from the definition; seen is (T, S)."""
+    q, k, v, dout = (np.asarray(x, np.float64) for x in (q, k, v, dout))
+    group = q.shape[2] // k.shape[2]
+    out, dq, dk, dv = np.zeros_like(q), np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
+    for b in range(q.shape[0]):
+        for n in range(q.shape[2]):
+            keys, values = k[b, :, n // group], v[b, :, n // group]
+            score = np.where(seen, q[b, :, n] @ keys.T * scale, -np.inf)
+            top = np.maximum(score.max(-1, keepdims=True), -1e300)
+            p = np.exp(score - top)
+            p /= np.maximum(p.sum(-1, keepdims=True), 1e-300)
+            out[b, :, n] = p @ values
+            dp = dout[b, :, n] @ values.T
+            ds = p * (dp - (p * dp).sum(-1, keepdims=True)) * scale
+            dq[b, :, n] = ds @ keys
+            dk[b, :, n // group] += ds.T @ q[b, :, n]
+            dv[b, :, n // group] += p.T @ dout[b, :, n]
+    return out, dq, dk, dv
+
+
+CASES = {
+    "causal, grouped heads": {"tokens": 256, "heads": 2, "kv_heads": 1},
+    "causal, odd length": {"tokens": 130, "width": 128},
+    "one token": {"tokens": 1},
+    "full, more keys than a tile": {"tokens": 100, "keys": 200, "causal": False},
+    "causal, more keys than queries": {"tokens": 70, "keys": 200},
+    "window": {"tokens": 200, "window": 37, "dtype": jnp.float16},
+    "documents and padding": {"tokens": 256, "documents": (100, 3, 120), "heads": 2, "kv_heads": 1},
+    "documents and window": {"tokens": 150, "documents": (70, 60), "window": 20},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_interpreted_kernels(name):
+    case = {
+        "keys": None,
+        "heads": 1,
+        "kv_heads": 1,
+        "width": 64,
+        "causal": True,
+        "window": None,
+        "documents": (),
+    } | CASES[name]
+    tokens, keys, dtype = case["tokens"], case["keys"] or case["tokens"], case.get("dtype", jnp.bfloat16)
+    shapes = [(tokens, case["heads"]), *[(keys, case["kv_heads"])] * 2, (tokens, case["heads"])]
+    draws = jax.random.split(jax.random.key(0), 4)
+    q, k, v, dout = (
+        jax.random.normal(key, (1, length, heads, case["width"]), dtype)
+        for key, (length, heads) in zip(draws, shapes, strict=True)
+    )
+    ids = None
+    if case["documents"]:
+        numbers = np.repeat(np.arange(len(case["documents"])) + 1, case["documents"])
+        ids = jnp.asarray(np.pad(numbers, (0, tokens - len(numbers))), jnp.int32)[None]
+    seen = attention_mask(tokens, keys, case["causal"], case["window"], ids, ids)
+    seen = np.ones((tokens, keys), bool) if seen is None else np.asarray(seen[0])
+    options = {"causal": case["causal"], "window": case["window"], "segment_ids": ids, "scale": case["width"] ** -0.5}
+
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+        out, back = jax.vjp(lambda q, k, v: mosaic_gpu.forward(q, k, v, **options, staged=True), q, k, v)
+        got = jax.block_until_ready((out, *back(dout)))
+
+    for ours, exact in zip(got, oracle(q, k, v, dout, seen, options["scale"]), strict=True):
+        ours = np.asarray(ours, np.float64)
+        # 16-bit weights and outputs: dense bf16 attention is off by 0.0023, fp16 by 0.0003, whatever the shape.
+        assert np.linalg.norm(ours - exact) <= 1.5 * 0.0024 * np.linalg.norm(exact) + 1e-12
+    hidden = ~seen.any(0)
+    assert not np.asarray(got[2], np.float32)[:, hidden].any()  # a key that nobody sees gets exactly no gradient
+    assert not np.asarray(got[0], np.float32)[:, ~seen.any(1)].any()
+
+
+def test_ranges_hold_every_visible_tile_and_clear_ones_are_clear():
+    rng = np.random.default_rng(0)
+    for _ in range(40):
+        tokens, causal = int(rng.choice([64, 128, 192])), bool(rng.integers(2))
+        window = int(rng.integers(1, tokens)) if causal and rng.integers(2) else None
+        ids = None
+        if rng.integers(2):
+            cuts = np.sort(rng.integers(0, tokens, 3))
+            ids = jnp.asarray(np.searchsorted(cuts, np.arange(tokens), side="right") + 1, jnp.int32)[None]
+            ids = jnp.where(ids == 4, 0, ids)
+        lo, hi = row_bounds(tokens, tokens, causal=causal, window=window, segment_ids=ids)
+        mask = attention_mask(tokens, tokens, causal, window, ids, ids)
+        mask = np.ones((tokens, tokens), bool) if mask is None else np.asarray(mask[0])
+        key = np.arange(tokens)
+        np.testing.assert_array_equal((key >= lo[0][:, None]) & (key <= hi[0][:, None]), mask)
+        for block_q, block_kv in ((16, 32), (32, 16)):
+            tiles = mask.reshape(tokens // block_q, block_q, tokens // block_kv, block_kv)
+            for ranges, some, every in (
+                (key_tiles(lo, hi, block_q, block_kv), tiles.any((1, 3)), tiles.all((1, 3))),
+                (query_tiles(lo, hi, tokens, block_q, block_kv), tiles.any((1, 3)).T, tiles.all((1, 3)).T),
+            ):
+                for (begin, clear_begin, clear_end, end), seen, clear in zip(
+                    np.asarray(ranges[0]), some, every, strict=True
+                ):
+                    other = np.arange(len(seen))
+                    assert ((other[seen] >= begin) & (other[seen] < end)).all()
+                    assert clear[clear_begin:clear_end].all()
+
+
+def test_a_document_is_a_run_of_equal_ids():
+    np.testing.assert_array_equal(number_documents(jnp.asarray([[7, 7, 0, 7, 2, 2, 0]])), [[1, 1, 0, 3, 4, 4, 0]])
+    q = jax.random.normal(jax.random.key(0), (1, 6, 1, 8))
+    again, apart = (
+        flash_attention(q, q, q, segment_ids=jnp.asarray([ids])) for ids in ([1, 1, 2, 2, 1, 1], [1, 1, 2, 2, 3, 3])
+    )
+    np.testing.assert_array_equal(again, apart)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dtype": jnp.float32}, "it needs bfloat16 or float16, and q is float32"),
+        ({"width": 80}, r"the head width must be one of \(64, 128\), and is 80"),
+        ({"softcap": 3.0}, "it has no softcap yet, and softcap is 3.0"),
+        ({"own": True}, "keys with segment ids of their own are not done yet"),
+        ({}, "it needs an NVIDIA GPU"),
+    ],
+)
+def test_refusals(change, message):
+    q = jnp.ones((1, 8, 2, change.get("width", 64)), change.get("dtype", jnp.bfloat16))
+    ids = jnp.ones((1, 8), jnp.int32) if change.get("own") else None
+    with pytest.raises(NotImplementedError, match=f"'mosaic_gpu' refuses: {message}"):
+        flash_attention(
+            q, q, q, segment_ids=ids, kv_segment_ids=ids, softcap=change.get("softcap"), implementation="mosaic_gpu"
+        )
+
+
+def test_hopper_picks_ours_for_packed_rows_and_cudnn_for_others(monkeypatch):
+    q = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.bfloat16)
+    monkeypatch.setattr("pallas_kernels._platform.compute_capability", lambda: (9, 0))
+    assert explain(q, q, packed=True) == "flash_attention: mosaic_gpu"
+    assert explain(q, q) == "flash_attention: cudnn"
+    monkeypatch.setattr("pallas_kernels._platform.compute_capability", lambda: (8, 0))
+    assert explain(q, q, packed=True).startswith("flash_attention: cudnn (mosaic_gpu refuses: it needs Hopper")
