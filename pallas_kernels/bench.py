@@ -9,6 +9,7 @@ import argparse
 import importlib
 import itertools
 import json
+import os
 import subprocess
 import sys
 import time
@@ -63,7 +64,7 @@ def measure(op: str, case: Case, module: ModuleType) -> Iterator[dict[str, Any]]
     about = {
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
-        "commit": _commit(),
+        "commit": commit(),
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
     }
     for name, peer in itertools.product(implementations, results):
@@ -152,8 +153,10 @@ def _bytes(compiled: jax.stages.Compiled) -> float:
     return memory.temp_size_in_bytes + memory.argument_size_in_bytes + memory.output_size_in_bytes
 
 
-def _commit() -> str:
-    """Name the checked-out commit, marked "-dirty" where tracked files differ from it."""
+def commit() -> str:
+    """Name the checked-out commit, "-dirty" where tracked files differ; GYMJAX_COMMIT says it where git cannot."""
+    if "GYMJAX_COMMIT" in os.environ:
+        return os.environ["GYMJAX_COMMIT"]
     command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
     try:
         return subprocess.run(command, cwd=_ROOT, check=True, capture_output=True, text=True).stdout.strip()

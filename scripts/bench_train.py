@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -22,6 +21,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+
+from pallas_kernels.bench import commit  # noqa: E402  (after the path)
 
 SHAPES = {
     "llama3.1-8b": {
@@ -162,15 +163,6 @@ def decoder_cfg(hf: dict):
     from gymjax.models import decoder_config
 
     return decoder_config({"model_type": "llama", **hf})
-
-
-def commit() -> str:
-    """The checked-out commit, or what GYMJAX_COMMIT says where there is no repository."""
-    if "GYMJAX_COMMIT" in os.environ:
-        return os.environ["GYMJAX_COMMIT"]
-    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
-    done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
-    return done.stdout.strip() or "unknown"
 
 
 def run_process(command: list[str]) -> dict | None:
