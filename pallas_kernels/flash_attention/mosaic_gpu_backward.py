@@ -37,27 +37,14 @@ class BackwardTiles:
     staged: bool = False
 
 
-def _two_products(first, second, shape):
-    """`a @ b` of two pairs of shared-memory tiles, in flight together so that they wait once."""
+def _product(a, b, shape):
+    """`a @ b` of two shared-memory tiles."""
 
-    def multiply(first_ref, second_ref):
-        plgpu.wgmma(first_ref, *first)
-        plgpu.wgmma(second_ref, *second)
-        return first_ref[...], second_ref[...]
+    def multiply(ref):
+        plgpu.wgmma(ref, a, b)
+        return ref[...]
 
-    return pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32))
-
-
-def _two_multiply_adds(first, second, staging):
-    """`acc + a @ b` twice, in flight together; see multiply_add."""
-    if staging is not None:
-        return multiply_add(*first, staging), multiply_add(*second, staging)
-
-    def accumulate(refs):
-        for ref, (_, a, b) in zip(refs, (first, second), strict=True):
-            plgpu.wgmma(ref, a, b)
-
-    return pl.run_state(accumulate)((plgpu.ACC.init(first[0]), plgpu.ACC.init(second[0])))
+    return pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
 
 
 def _zeros(shape):
@@ -95,7 +82,7 @@ def backward_dkv(q, k, v, dout, lse, delta, lo, hi, *, scale: float, tiles: Back
 
     def kernel(refs, scratch):
         q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, lo_ref, hi_ref, ranges_ref, dk_ref, dv_ref = refs
-        buffers, own_ready, ready, free = scratch
+        buffers, own_ready, (q_ready, dout_ready), (q_free, dout_free) = scratch
         k_smem, v_smem, q_smem, dout_smem, lse_smem, delta_smem, lo_smem, hi_smem, staging2 = buffers
         kv_head, k_tile, row = lax.axis_index("heads"), lax.axis_index("k_tiles"), lax.axis_index("batch")
         warpgroup = lax.axis_index("warpgroup")
@@ -122,23 +109,19 @@ def backward_dkv(q, k, v, dout, lse, delta, lo, hi, *, scale: float, tiles: Back
                 def column(smem):
                     return lax.broadcast_in_dim(plgpu.load(smem.at[slot], layout=by_column), (own, stream), [1])
 
-                plgpu.barrier_wait(ready.at[slot])
-                score, dweight = _two_products(
-                    (my_k, q_smem.at[slot].transpose((1, 0))),
-                    (my_v, dout_smem.at[slot].transpose((1, 0))),
-                    (own, stream),
-                )
+                plgpu.barrier_wait(q_ready.at[slot])
+                score = _product(my_k, q_smem.at[slot].transpose((1, 0)), (own, stream))
                 weight = jnp.exp2(score * (scale * LOG2E) - column(lse_smem))
                 if masked:
                     key = plgpu.broadcasted_iota(jnp.int32, (own, stream), 0, layout=plgpu.Layout.WGMMA) + base
                     weight = jnp.where((key >= column(lo_smem)) & (key <= column(hi_smem)), weight, 0.0)
+                plgpu.barrier_wait(dout_ready.at[slot])
+                dv = multiply_add(dv, weight.astype(q.dtype), dout_smem.at[slot], staging)
+                dweight = _product(my_v, dout_smem.at[slot].transpose((1, 0)), (own, stream))
                 dscore = weight * (dweight - column(delta_smem))
-                dv, dk = _two_multiply_adds(
-                    (dv, weight.astype(q.dtype), dout_smem.at[slot]),
-                    (dk, dscore.astype(q.dtype), q_smem.at[slot]),
-                    staging,
-                )
-                plgpu.barrier_arrive(free.at[slot])
+                plgpu.barrier_arrive(dout_free.at[slot])
+                dk = multiply_add(dk, dscore.astype(q.dtype), q_smem.at[slot], staging)
+                plgpu.barrier_arrive(q_free.at[slot])
                 return dk, dv
 
             def one_head(head, carry):
@@ -163,19 +146,17 @@ def backward_dkv(q, k, v, dout, lse, delta, lo, hi, *, scale: float, tiles: Back
                 slot = lax.rem(visit, jnp.int32(stages))
                 head = kv_head * group + lax.div(visit, visits)
                 span = pl.ds((begin + lax.rem(visit, visits)) * stream, stream)
-                pl.when(visit >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
-                for source, target in (
-                    (q_ref.at[row, span, head], q_smem),
-                    (dout_ref.at[row, span, head], dout_smem),
-                    (lse_ref.at[row, head, span], lse_smem),
-                    (delta_ref.at[row, head, span], delta_smem),
-                    (lo_ref.at[bounds_row, span], lo_smem),
-                    (hi_ref.at[bounds_row, span], hi_smem),
-                ):
-                    plgpu.copy_gmem_to_smem(source, target.at[slot], ready.at[slot])
+                pl.when(visit >= stages)(lambda: plgpu.barrier_wait(q_free.at[slot]))
+                plgpu.copy_gmem_to_smem(q_ref.at[row, span, head], q_smem.at[slot], q_ready.at[slot])
+                plgpu.copy_gmem_to_smem(lse_ref.at[row, head, span], lse_smem.at[slot], q_ready.at[slot])
+                plgpu.copy_gmem_to_smem(lo_ref.at[bounds_row, span], lo_smem.at[slot], q_ready.at[slot])
+                plgpu.copy_gmem_to_smem(hi_ref.at[bounds_row, span], hi_smem.at[slot], q_ready.at[slot])
+                plgpu.copy_gmem_to_smem(delta_ref.at[row, head, span], delta_smem.at[slot], q_ready.at[slot])
+                pl.when(visit >= stages)(lambda: plgpu.barrier_wait(dout_free.at[slot]))
+                plgpu.copy_gmem_to_smem(dout_ref.at[row, span, head], dout_smem.at[slot], dout_ready.at[slot])
 
             lax.fori_loop(0, group * visits, load, None)
-            drain(group * visits, stages, free)
+            drain(group * visits, stages, q_free, dout_free)
 
     def entry(*refs):
         owned = plgpu.SMEM((warpgroups, own, width), q.dtype, transforms=transforms)
@@ -186,8 +167,8 @@ def backward_dkv(q, k, v, dout, lse, delta, lo, hi, *, scale: float, tiles: Back
             lambda *scratch: kernel(refs, scratch),
             (owned, owned, streamed, streamed, floats, floats, ints, ints, staging),
             plgpu.Barrier(num_arrivals=2, num_barriers=warpgroups),
-            plgpu.Barrier(num_arrivals=6, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
+            (plgpu.Barrier(num_arrivals=5, num_barriers=stages), plgpu.Barrier(num_barriers=stages)),
+            (plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),) * 2,
             collective_axes="warpgroup",
         )
 
@@ -232,10 +213,9 @@ def backward_dq(q, k, v, dout, lse, delta, lo, hi, *, scale: float, tiles: Backw
 
     def kernel(refs, scratch):
         q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, lo_ref, hi_ref, ranges_ref, dq_ref = refs
-        buffers, own_ready, ready, free = scratch
+        buffers, own_ready, (k_ready, v_ready), (k_free, v_free) = scratch
         q_smem, dout_smem, k_smem, v_smem, lse_smem, delta_smem, lo_smem, hi_smem, staging2 = buffers
-        head, row = lax.axis_index("heads"), lax.axis_index("batch")
-        q_tile = tokens // rows - 1 - lax.axis_index("q_tiles")  # causal rows: the longest work first
+        head, q_tile, row = lax.axis_index("heads"), lax.axis_index("q_tiles"), lax.axis_index("batch")
         warpgroup = lax.axis_index("warpgroup")
         kv_head = lax.div(head, jnp.int32(heads // kv_heads))
         bounds_row = row * shared
@@ -245,14 +225,14 @@ def backward_dq(q, k, v, dout, lse, delta, lo, hi, *, scale: float, tiles: Backw
         def _compute():
             plgpu.set_max_registers(232, action="increase")
             span = pl.ds(q_tile * rows + warpgroup * own, own)
-            mine_ready = own_ready.at[warpgroup]
-            plgpu.copy_gmem_to_smem(q_ref.at[row, span, head], q_smem.at[warpgroup], mine_ready)
-            plgpu.copy_gmem_to_smem(dout_ref.at[row, span, head], dout_smem.at[warpgroup], mine_ready)
-            plgpu.copy_gmem_to_smem(lse_ref.at[row, head, span], lse_smem.at[warpgroup], mine_ready)
-            plgpu.copy_gmem_to_smem(delta_ref.at[row, head, span], delta_smem.at[warpgroup], mine_ready)
-            plgpu.copy_gmem_to_smem(lo_ref.at[bounds_row, span], lo_smem.at[warpgroup], mine_ready)
-            plgpu.copy_gmem_to_smem(hi_ref.at[bounds_row, span], hi_smem.at[warpgroup], mine_ready)
-            plgpu.barrier_wait(mine_ready)
+            ready = own_ready.at[warpgroup]
+            plgpu.copy_gmem_to_smem(q_ref.at[row, span, head], q_smem.at[warpgroup], ready)
+            plgpu.copy_gmem_to_smem(dout_ref.at[row, span, head], dout_smem.at[warpgroup], ready)
+            plgpu.copy_gmem_to_smem(lse_ref.at[row, head, span], lse_smem.at[warpgroup], ready)
+            plgpu.copy_gmem_to_smem(delta_ref.at[row, head, span], delta_smem.at[warpgroup], ready)
+            plgpu.copy_gmem_to_smem(lo_ref.at[bounds_row, span], lo_smem.at[warpgroup], ready)
+            plgpu.copy_gmem_to_smem(hi_ref.at[bounds_row, span], hi_smem.at[warpgroup], ready)
+            plgpu.barrier_wait(ready)
             my_q, my_dout = q_smem.at[warpgroup], dout_smem.at[warpgroup]
             staging = None if staging2 is None else staging2.at[warpgroup]
 
@@ -264,21 +244,20 @@ def backward_dq(q, k, v, dout, lse, delta, lo, hi, *, scale: float, tiles: Backw
 
             def step(index, dq, masked: bool):
                 slot = lax.rem(index - begin, jnp.int32(stages))
-                plgpu.barrier_wait(ready.at[slot])
-                score, dweight = _two_products(
-                    (my_q, k_smem.at[slot].transpose((1, 0))),
-                    (my_dout, v_smem.at[slot].transpose((1, 0))),
-                    (own, stream),
-                )
+                plgpu.barrier_wait(k_ready.at[slot])
+                score = _product(my_q, k_smem.at[slot].transpose((1, 0)), (own, stream))
                 weight = jnp.exp2(score * (scale * LOG2E) - lse_q)
                 if masked:
                     key = (
                         plgpu.broadcasted_iota(jnp.int32, (own, stream), 1, layout=plgpu.Layout.WGMMA) + index * stream
                     )
                     weight = jnp.where((key >= lo_q) & (key <= hi_q), weight, 0.0)
+                plgpu.barrier_wait(v_ready.at[slot])
+                dweight = _product(my_dout, v_smem.at[slot].transpose((1, 0)), (own, stream))
+                plgpu.barrier_arrive(v_free.at[slot])
                 dscore = weight * (dweight - delta_q)
                 dq = multiply_add(dq, dscore.astype(q.dtype), k_smem.at[slot], staging)
-                plgpu.barrier_arrive(free.at[slot])
+                plgpu.barrier_arrive(k_free.at[slot])
                 return dq
 
             masked = functools.partial(step, masked=True)
@@ -298,12 +277,13 @@ def backward_dq(q, k, v, dout, lse, delta, lo, hi, *, scale: float, tiles: Backw
                 visit = index - begin
                 slot = lax.rem(visit, jnp.int32(stages))
                 at = (row, pl.ds(index * stream, stream), kv_head)
-                pl.when(visit >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
-                plgpu.copy_gmem_to_smem(k_ref.at[at], k_smem.at[slot], ready.at[slot])
-                plgpu.copy_gmem_to_smem(v_ref.at[at], v_smem.at[slot], ready.at[slot])
+                pl.when(visit >= stages)(lambda: plgpu.barrier_wait(k_free.at[slot]))
+                plgpu.copy_gmem_to_smem(k_ref.at[at], k_smem.at[slot], k_ready.at[slot])
+                pl.when(visit >= stages)(lambda: plgpu.barrier_wait(v_free.at[slot]))
+                plgpu.copy_gmem_to_smem(v_ref.at[at], v_smem.at[slot], v_ready.at[slot])
 
             lax.fori_loop(begin, end, load, None)
-            drain(end - begin, stages, free)
+            drain(end - begin, stages, k_free, v_free)
 
     def entry(*refs):
         owned = plgpu.SMEM((warpgroups, own, width), q.dtype, transforms=transforms)
@@ -314,8 +294,8 @@ def backward_dq(q, k, v, dout, lse, delta, lo, hi, *, scale: float, tiles: Backw
             lambda *scratch: kernel(refs, scratch),
             (owned, owned, streamed, streamed, floats, floats, ints, ints, staging),
             plgpu.Barrier(num_arrivals=6, num_barriers=warpgroups),
-            plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
+            (plgpu.Barrier(num_barriers=stages),) * 2,
+            (plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),) * 2,
             collective_axes="warpgroup",
         )
 

@@ -107,8 +107,7 @@ def forward_tiles(q, k, v, lo, hi, *, scale: float, tiles: ForwardTiles):
         q_ref, k_ref, v_ref, lo_ref, hi_ref, ranges_ref, out_ref, lse_ref = refs
         buffers, q_ready, (k_ready, v_ready), (k_free, v_free), turn = scratch
         q_smem, k_smem, v_smem, lse_smem, lo_smem, hi_smem, weight_smem = buffers
-        head, row = lax.axis_index("heads"), lax.axis_index("batch")
-        q_tile = tokens // rows - 1 - lax.axis_index("q_tiles")  # causal rows: the longest work first
+        head, q_tile, row = lax.axis_index("heads"), lax.axis_index("q_tiles"), lax.axis_index("batch")
         warpgroup = lax.axis_index("warpgroup")
         kv_head = lax.div(head, jnp.int32(heads // kv_heads))
         bounds_row = row * shared
