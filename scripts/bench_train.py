@@ -178,14 +178,13 @@ def run_process(command: list[str]) -> dict | None:
 
 
 def lines(case: str, ours: dict, peers: dict[str, dict]) -> list[dict]:
-    """Result lines: each metric of our step beside each peer's, and our compile time by itself."""
+    """Result lines: each metric of our step beside each peer's; what has no peer stands by itself."""
     about = {"device": ours["device"], "jax": ours["jax"], "commit": commit()}
     about["time"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     shared = {"bench": "train", "case": case, "implementation": "gymjax"}
     alone = {"peer": None, "peer_value": None, "ratio": None}
-    found = [
-        shared | {"metric": name, "value": ours[name]} | alone | about for name in ("compile_s", "mfu") if ours[name]
-    ]
+    by_itself = ["compile_s", "mfu", *([] if peers else METRICS)]
+    found = [shared | {"metric": name, "value": ours[name]} | alone | about for name in by_itself if ours[name]]
     for peer, theirs in peers.items():
         for metric, more_is_better in METRICS.items():
             if ours[metric] is None:

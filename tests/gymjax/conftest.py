@@ -51,6 +51,27 @@ def make_model():
 
 
 @pytest.fixture(scope="session")
+def hf_config():
+    """config.json of make_model()'s model."""
+    return {
+        "model_type": "llama",
+        "vocab_size": BASE.vocab_size,
+        "hidden_size": BASE.width,
+        "intermediate_size": BASE.ffn_width,
+        "num_hidden_layers": BASE.layers,
+        "num_attention_heads": BASE.heads,
+        "num_key_value_heads": BASE.kv_heads,
+        "head_dim": BASE.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": BASE.norm_eps,
+        "rope_parameters": {"rope_type": "default", "rope_theta": BASE.rope.theta},
+        "max_position_embeddings": BASE.max_positions,
+        "tie_word_embeddings": BASE.tie_embeddings,
+        "dtype": "float32",
+    }
+
+
+@pytest.fixture(scope="session")
 def byte_tokenizer():
     """One token a byte, so that a random model cuts characters in two."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

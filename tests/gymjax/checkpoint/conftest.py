@@ -8,26 +8,10 @@ from gymjax.checkpoint.hf import open_folder, save_folder
 from gymjax.checkpoint.weights import load_decoder
 from gymjax.models import decoder_config
 
-# config.json of the tiny model of make_model()
-CONFIG = {
-    "model_type": "llama",
-    "vocab_size": 272,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-6,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-    "tie_word_embeddings": True,
-}
-
 
 @pytest.fixture(scope="session")
-def config():
-    return CONFIG
+def config(hf_config):
+    return {key: value for key, value in hf_config.items() if key != "dtype"}
 
 
 @pytest.fixture
@@ -36,13 +20,13 @@ def tiny(make_model):
 
 
 @pytest.fixture
-def folder(tiny, byte_tokenizer, tmp_path):
+def folder(tiny, byte_tokenizer, config, tmp_path):
     """A model folder: two shards, tokenizer, generation_config.json."""
     path = tmp_path / "base"
     save_folder(
         path,
         tiny,
-        CONFIG,
+        config,
         dtype="float32",
         export_size=7e-5,
         tokenizer=byte_tokenizer,
@@ -61,8 +45,8 @@ def load():
 
 
 @pytest.fixture(scope="session")
-def logits():
-    tokens = np.random.default_rng(0).integers(0, CONFIG["vocab_size"], (2, 9))
+def logits(config):
+    tokens = np.random.default_rng(0).integers(0, config["vocab_size"], (2, 9))
     return lambda model: np.asarray(model.logits(model(tokens)))
 
 

@@ -10,22 +10,6 @@ from gymjax.checkpoint.hf import save_folder
 from gymjax.checkpoint.peft import save_adapter
 from gymjax.config import from_dict
 
-HF_CONFIG = {
-    "model_type": "llama",
-    "vocab_size": 272,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "max_position_embeddings": 256,
-    "tie_word_embeddings": True,
-    "dtype": "float32",
-}
 ROWS = [
     ("Who are you?", "I am a tiny model."),
     ("What is 1 + 1?", "2."),
@@ -34,10 +18,10 @@ ROWS = [
 
 
 @pytest.fixture(scope="session")
-def base(tmp_path_factory, make_model, byte_tokenizer):
+def base(tmp_path_factory, make_model, byte_tokenizer, hf_config):
     """Folder of a tiny random model."""
     folder = tmp_path_factory.mktemp("base") / "tiny"
-    save_folder(folder, make_model(), HF_CONFIG, dtype=jnp.dtype("float32"), tokenizer=byte_tokenizer)
+    save_folder(folder, make_model(), hf_config, dtype=jnp.dtype("float32"), tokenizer=byte_tokenizer)
     return folder
 
 

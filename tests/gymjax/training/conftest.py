@@ -10,25 +10,11 @@ import pytest
 from gymjax.checkpoint.hf import save_folder
 from gymjax.config import from_dict
 
-HF_CONFIG = {
-    "model_type": "llama",
-    "vocab_size": 272,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 256,
-    "tie_word_embeddings": True,
-}
-
 
 @pytest.fixture(scope="session")
-def model_folder(make_model, byte_tokenizer, tmp_path_factory):
+def model_folder(make_model, byte_tokenizer, hf_config, tmp_path_factory):
     folder = tmp_path_factory.mktemp("model") / "tiny"
-    save_folder(folder, make_model(), HF_CONFIG, dtype=jnp.float32, tokenizer=byte_tokenizer)
+    save_folder(folder, make_model(), hf_config, dtype=jnp.float32, tokenizer=byte_tokenizer)
     return folder
 
 
