@@ -29,7 +29,9 @@ def main(arguments: Sequence[str]) -> int:
     result = train(config)
     folder = config.train.output_dir
     if result.interrupted:
-        print(f"stopped after step {int(result.state.step)}; the same command resumes from {folder}")
+        # overwrite_output_dir means to start anew, so there going on has to be asked for.
+        how = "adding resume_from_checkpoint=true" if config.train.overwrite_output_dir else "the same command"
+        print(f"stopped after step {int(result.state.step)}; {how} goes on from {folder}")
         return 130
     for name, value in result.metrics.items():
         print(f"{name}: {value:,.6g}")

@@ -133,6 +133,7 @@ def run_steps(
         progress.paused += time.perf_counter() - paused_from
     _profile(train, progress, None)
     if stop.is_set() and saved != done:  # the request came between the last look at it and the loop's end
+        _flush(run, progress, log, done)
         save_checkpoint(run, state, progress, log, checkpoints, done)
     return state, done < total and stop.is_set()
 
