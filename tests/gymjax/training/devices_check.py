@@ -18,7 +18,7 @@ from gymjax.training import mesh as meshes
 from gymjax.training.step import StepSettings, init_state, make_step, split_model
 
 HF_CONFIG = {
-    "model_type": "llama", "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
+    "model_type": "llama", "vocab_size": 48, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2,
 }  # fmt: skip
 
@@ -45,7 +45,7 @@ def model_of(kind):
 
 def batch_of():
     rng = np.random.default_rng(1)
-    tokens = rng.integers(0, 512, (2, 4, 32)).astype(np.int32)
+    tokens = rng.integers(0, 48, (2, 4, 32)).astype(np.int32)
     weights = (np.arange(32) < rng.integers(4, 31, (2, 4, 1))).astype(np.float32)  # rows of unequal length
     return {
         "tokens": tokens,
@@ -84,7 +84,7 @@ def main():
         for dp, fsdp in ((4, 1), (1, 4), (2, 2)):
             other, other_grads, shards = run(kind, meshes.make_mesh(dp, fsdp))
             worst = max(float(np.abs(a - b).max()) for a, b in zip(grads, other_grads, strict=True))
-            found[f"{kind}-{dp}x{fsdp}"] = {"loss": abs(loss - other) / loss, "grads": worst, "shards": shards}
+            found[f"{kind}-{dp}x{fsdp}"] = {"loss": abs(loss - other), "grads": worst, "shards": shards}
     print(json.dumps(found))
 
 

@@ -50,10 +50,11 @@ def one_step(model, batch, settings=SETTINGS, optimizer=None, scale=None):
 @pytest.mark.parametrize("cut", [(2, 4), (1, 8), (4, 2)])
 def test_accumulation_never_changes_the_update(make_model, random_batch, cut):
     model = lora_model(make_model)
+    nnx.update(model, jax.tree.map(lambda leaf: leaf * 0.3, nnx.state(model)))  # a loss near log(V), as of real models
     metrics, grads, _ = one_step(model, random_batch(8, 1))
     other, other_grads, _ = one_step(model, random_batch(*cut))
-    # 1e-6 of the loss and 1e-5 of the gradients: the sums run in another order, which costs a few ulps of f32.
-    assert float(metrics["loss"]) == pytest.approx(float(other["loss"]), rel=1e-6)
+    # The sums run in another order, which costs an ulp or two of f32 (5e-7 at this loss).
+    assert float(metrics["loss"]) == pytest.approx(float(other["loss"]), abs=1e-6)
     for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(other_grads), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
 
