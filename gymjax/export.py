@@ -10,13 +10,12 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
 from gymjax.adapters.lora import merge
 from gymjax.checkpoint.files import replacing
-from gymjax.checkpoint.hf import read_config, save_folder
-from gymjax.checkpoint.load import LoadedModel, load_base, load_tokenizer, locate
-from gymjax.checkpoint.peft import CONFIG, WEIGHTS, load_adapter, read_adapter_config
+from gymjax.checkpoint.hf import read_config, save_folder, stored_dtype
+from gymjax.checkpoint.load import LoadedModel, load_base, load_tokenizer, locate, with_adapter
+from gymjax.checkpoint.peft import CONFIG, WEIGHTS, read_adapter_config
 from gymjax.config import Config, ConfigError, load
 from gymjax.dtypes import Policy
 from gymjax.models.names import linears
@@ -37,14 +36,6 @@ def adapter_folder(config: Config) -> Path | None:
     return trained if "output_dir" in config.explicit and (trained / CONFIG).is_file() else None
 
 
-def stored_dtype(path: Path) -> DTypeLike:
-    """Dtype of a model's weights on disk; f32 for GGUF files, whose weights are packed in other ways."""
-    if path.suffix == ".gguf":
-        return jnp.dtype("float32")
-    config = read_config(path)
-    return jnp.dtype(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
-
-
 def load_merged(config: Config, adapter: Path | None) -> LoadedModel:
     """The base in the dtype it is stored in, on the host, with an adapter added in f32 and rounded once.
 
@@ -57,7 +48,9 @@ def load_merged(config: Config, adapter: Path | None) -> LoadedModel:
         FileNotFoundError: a file is missing.
         ValueError: base and adapter do not fit together.
     """
-    dtype = stored_dtype(locate(config.model.model_name_or_path, config.model.cache_dir))
+    path = locate(config.model.model_name_or_path, config.model.cache_dir)
+    # A GGUF file's weights are packed in other ways: f32 holds what they stand for.
+    dtype = jnp.dtype("float32" if path.suffix == ".gguf" else stored_dtype(read_config(path)))
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         base = dataclasses.replace(config.model, quantization_bit=None)
         loaded = load_base(base, Policy(param=dtype, compute=dtype, reduce=jnp.float32))
@@ -66,10 +59,8 @@ def load_merged(config: Config, adapter: Path | None) -> LoadedModel:
             if isinstance(w, NF4Weight):
                 layer.w.set_value(dequantize(w, dtype))
         if adapter is not None:
-            load_adapter(loaded.model, adapter)
+            loaded = with_adapter(loaded, adapter)
             merge(loaded.model)
-            if (adapter / "tokenizer.json").exists():
-                loaded = dataclasses.replace(loaded, tokenizer=load_tokenizer(adapter))
     return loaded
 
 

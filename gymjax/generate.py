@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gymjax.checkpoint.files import replacing
-from gymjax.checkpoint.load import LoadedModel, load_tokenizer
+from gymjax.checkpoint.load import LoadedModel, with_adapter
 from gymjax.checkpoint.peft import CONFIG as ADAPTER_CONFIG
-from gymjax.checkpoint.peft import load_adapter
 from gymjax.config import Config, ConfigError, GenerateConfig, load
 from gymjax.inference import Answer, generate
 from gymjax.inference.prompts import Prompt
@@ -31,8 +30,6 @@ PREDICTIONS = "generated_predictions.jsonl"
 def load_adapted(config: Config) -> LoadedModel:
     """The model that a config names: its base, its adapter where adapter_name_or_path is given, and its tokenizer.
 
-    The tokenizer, and with it the chat template, is the adapter folder's where it has one: the one trained with.
-
     Raises:
         FileNotFoundError: a file is missing.
         ValueError: files that are damaged or do not fit together.
@@ -45,11 +42,7 @@ def load_adapted(config: Config) -> LoadedModel:
             note = f"the base model answers; adapter_name_or_path={trained} uses the adapter trained there"
             print(f"note: {note}", file=sys.stderr)
         return loaded
-    folder = Path(config.model.adapter_name_or_path)
-    load_adapter(loaded.model, folder)
-    if (folder / "tokenizer.json").exists():
-        loaded = dataclasses.replace(loaded, tokenizer=load_tokenizer(folder))
-    return loaded
+    return with_adapter(loaded, Path(config.model.adapter_name_or_path))
 
 
 def fitting(settings: GenerateConfig, config: Config, loaded: LoadedModel) -> GenerateConfig:

@@ -82,7 +82,12 @@ class LoraSpec:
 
 
 def _first_match(pattern: Mapping[str, float], name: str, default: float) -> float:
-    return next((value for key, value in pattern.items() if re.match(rf"(.*\.)?({key})$", name)), default)
+    return next((value for key, value in pattern.items() if _matches(key, name)), default)
+
+
+def _matches(key: str, name: str) -> bool:
+    """Whether a pattern's key, a regular expression, matches the end of a module path, as PEFT reads it."""
+    return re.match(rf"(.*\.)?({key})$", name) is not None
 
 
 class Lora(nnx.Module):
@@ -146,8 +151,7 @@ def attach(model: Decoder, spec: LoraSpec, *, key: jax.Array) -> None:
         raise ValueError(f"lora_dropout: {spec.dropout} cannot act on lm_head, which is fused with the loss; use 0")
     _check_names(spec, [name for _, names in layers for name in names.values()])
     for i, (layer, names) in enumerate(layers):
-        ranks = {index: spec.rank_of(name) for index, name in names.items()}
-        if not any(ranks.values()):
+        if not any(spec.rank_of(name) for name in names.values()):
             continue
         if layer.adapter is not None:
             raise ValueError(f"{next(iter(names.values()))} has an adapter already; merge it before attaching another")
@@ -177,7 +181,7 @@ def _check_names(spec: LoraSpec, names: list[str]) -> None:
             raise ValueError(f"lora_target: {target!r} names no linear layer; known: all, {', '.join(known)}")
     for field in ("rank_pattern", "alpha_pattern"):
         for pattern in getattr(spec, field):
-            if not any(spec.is_target(name) and re.match(rf"(.*\.)?({pattern})$", name) for name in names):
+            if not any(spec.is_target(name) and _matches(pattern, name) for name in names):
                 raise ValueError(f"lora_{field}: {pattern!r} matches no targeted layer; known: {', '.join(known)}")
 
 

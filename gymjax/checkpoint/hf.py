@@ -98,6 +98,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     return read_json(path)
 
 
+def stored_dtype(config: Mapping[str, Any]) -> str:
+    """Dtype of a model's weights on disk by its config.json, so that saving again neither rounds nor widens them."""
+    return str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file.
 

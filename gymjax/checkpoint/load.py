@@ -15,6 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from gymjax.checkpoint.gguf_file import GGUFFile
 from gymjax.checkpoint.gguf_tokenizer import tokenizer_from_gguf
 from gymjax.checkpoint.hf import HFFolder, open_folder, read_json
+from gymjax.checkpoint.peft import load_adapter
 from gymjax.checkpoint.weights import Place, load_decoder
 from gymjax.config.sections import ModelConfig
 from gymjax.dtypes import Policy
@@ -79,6 +80,21 @@ def load_base(config: ModelConfig, policy: Policy, *, place: Place | None = None
         place=place,
     )
     return LoadedModel(model, hf_config, tokenizer, _generation_config(path), path)
+
+
+def with_adapter(loaded: LoadedModel, folder: Path) -> LoadedModel:
+    """The model with a PEFT folder's adapter attached, in place.
+
+    The tokenizer, and with it the chat template, becomes the folder's where it has one: the one trained with.
+
+    Raises:
+        FileNotFoundError: there is no adapter in the folder.
+        ValueError: it is damaged or does not fit the model.
+    """
+    load_adapter(loaded.model, folder)
+    if (folder / "tokenizer.json").exists():
+        return dataclasses.replace(loaded, tokenizer=load_tokenizer(folder))
+    return loaded
 
 
 def locate(name: str, cache_dir: str | None = None) -> Path:

@@ -120,6 +120,8 @@ class Checkpoints:
 
     def prune(self, protect: int | None = None) -> None:
         """Remove the oldest checkpoints beyond `keep`, with or without a train state, but never `protect`."""
+        if jax.process_index() != 0:
+            return
         names = [re.fullmatch(r"checkpoint-(\d+)", path.name) for path in self.output_dir.glob("checkpoint-*")]
         steps = sorted(int(name[1]) for name in names if name)
         for old in steps[: -self._keep] if self._keep else []:

@@ -1,5 +1,6 @@
 """Named tensors of a checkpoint into the decoder's tree, and the tree back into named tensors."""
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
@@ -84,9 +85,11 @@ def _stack(rows: list[HFWeight], read: Callable, dtype: np.dtype, pool: ThreadPo
     """Read one variable: a single tensor, or its layers into preallocated arrays."""
     first = read(rows[0])
     packed = isinstance(first, NF4Weight)
+    if isinstance(first, NF4Weight):
+        first = dataclasses.replace(first, dtype=dtype.name)
     if rows[0].index is None:
-        return _unpack_meta(first, dtype) if packed else np.array(first, dtype)  # a copy: no array outlives the file
-    parts, treedef = jax.tree.flatten(_unpack_meta(first, dtype) if packed else first)
+        return first if packed else np.array(first, dtype)  # a copy: no array outlives the file
+    parts, treedef = jax.tree.flatten(first)
     stacked = [np.empty((len(rows), *part.shape), part.dtype if packed else dtype) for part in parts]
 
     def fill(weight: HFWeight) -> None:
@@ -101,19 +104,6 @@ def _stack(rows: list[HFWeight], read: Callable, dtype: np.dtype, pool: ThreadPo
 
     list(pool.map(fill, rows))
     return jax.tree.unflatten(treedef, stacked)
-
-
-def _unpack_meta(value: NF4Weight, dtype: np.dtype) -> NF4Weight:
-    """The same packed weight, dequantizing to `dtype`."""
-    return NF4Weight(
-        value.codes,
-        value.absmax,
-        value.nested_absmax,
-        value.offset,
-        shape=value.shape,
-        block_size=value.block_size,
-        dtype=dtype.name,
-    )
 
 
 def check_names(cfg: DecoderConfig, source: Source, weights: list[HFWeight]) -> None:

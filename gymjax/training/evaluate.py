@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -31,8 +32,7 @@ def evaluate(
         eval_loss (mean per supervised token), perplexity, eval_tokens (supervised).
     """
     graphdef, params, frozen = split_model(model)
-    settings = StepSettings(seed=0, max_grad_norm=0.0, attention=attention)
-    step = jax.jit(make_eval_step(graphdef, settings))
+    step = eval_step(graphdef, StepSettings(seed=0, max_grad_norm=0.0, attention=attention))
     loader = eval_loader(dataset, rows, cutoff_len)
     return run_evaluation(step, params, frozen, loader, make_mesh(-1, 1) if rows % jax.device_count() == 0 else None)
 
@@ -40,6 +40,11 @@ def evaluate(
 def eval_loader(dataset: Dataset, rows: int, cutoff_len: int) -> Loader:
     """Every example once, in order, padded to length buckets."""
     return Loader(dataset, rows=rows, accumulation=1, cutoff_len=cutoff_len, packing=False, seed=0, shuffle=False)
+
+
+def eval_step(graphdef: nnx.GraphDef, settings: StepSettings) -> Callable:
+    """The jitted step for `eval_loader`'s batches: (params, frozen, batch) -> (summed loss, weight)."""
+    return jax.jit(make_eval_step(graphdef, dataclasses.replace(settings, packed=False)))
 
 
 def run_evaluation(

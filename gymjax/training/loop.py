@@ -14,13 +14,13 @@ from gymjax.checkpoint.train_state import Checkpoints
 from gymjax.config import TrainConfig
 from gymjax.optim.build import schedule
 from gymjax.training.compile import Program, compile_program, describe_program
-from gymjax.training.evaluate import run_evaluation
+from gymjax.training.evaluate import eval_step, run_evaluation
 from gymjax.training.logs import RunLog, Throughput
 from gymjax.training.mesh import shard_batch
 from gymjax.training.metrics import peak_flops, peak_memory_gib, step_flops
 from gymjax.training.outputs import save_weights
 from gymjax.training.setup import Run
-from gymjax.training.step import TrainState, make_eval_step, make_step
+from gymjax.training.step import TrainState, make_step
 
 AHEAD = 2  # steps that may be in flight before the host waits
 
@@ -148,7 +148,7 @@ def save_checkpoint(
         "max_steps": run.total_steps,
         "log_history": log.history,
         "progress": progress.saved(),
-        "data": run.loader.dataset.fingerprint(),
+        "data": run.fingerprint,
         "best_metric": progress.best.loss if progress.best.step else None,
         "best_global_step": progress.best.step or None,
     }
@@ -164,8 +164,7 @@ def save_checkpoint(
 def _evaluator(run: Run):
     if run.eval_loader is None:
         return None
-    settings = dataclasses.replace(run.settings, packed=False)
-    step = jax.jit(make_eval_step(run.graphdef, settings))
+    step = eval_step(run.graphdef, run.settings)
     return lambda state: run_evaluation(step, state.params, run.frozen, run.eval_loader, run.mesh)
 
 

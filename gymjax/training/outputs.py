@@ -7,14 +7,13 @@ import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 from flax import nnx
 from jax.experimental import multihost_utils
 
 from gymjax.checkpoint.files import replacing
-from gymjax.checkpoint.hf import save_folder, write_json
+from gymjax.checkpoint.hf import save_folder, stored_dtype, write_json
 from gymjax.checkpoint.peft import save_adapter
 from gymjax.config import Config, to_yaml
 from gymjax.models.decoder import Decoder
@@ -49,11 +48,6 @@ def save_weights(run: Run, params: nnx.State, folder: Path) -> None:
         tokenizer=run.tokenizer,
         generation_config=run.generation_config or None,
     )
-
-
-def stored_dtype(hf_config: Mapping[str, Any]) -> str:
-    """Dtype of a base's weights on disk by its config.json, so that saving neither rounds nor widens them."""
-    return str(hf_config.get("dtype") or hf_config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
 
 
 def write_results(folder: Path, metrics: dict[str, float], history: list[dict], state: dict) -> None:

@@ -10,15 +10,11 @@ import pallas_kernels.flash_attention as flash
 from gymjax.adapters.lora import adapters
 from gymjax.dtypes import policy
 from gymjax.models.names import hf_weights
+from gymjax.quant import weight_bytes
 from gymjax.training.metrics import GIB, device_memory_gib
 from gymjax.training.outputs import model_with
 from gymjax.training.setup import Run
 from gymjax.training.step import TrainState
-
-
-def tree_bytes(tree) -> int:
-    """Bytes of all arrays of a pytree, over all devices."""
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
 
 
 def parameter_counts(run: Run, state: TrainState) -> tuple[int, int]:
@@ -45,8 +41,8 @@ def before_training(run: Run, state: TrainState) -> list[str]:
     train = run.config.train
     every, trained = parameter_counts(run, state)
     rows = run.loader.rows * run.loader.accumulation
-    base, kept = tree_bytes(run.frozen), tree_bytes(state.params)
-    moments = tree_bytes(state.opt_state)
+    base, kept = weight_bytes(run.frozen), weight_bytes(state.params)
+    moments = weight_bytes(state.opt_state)
     there_is = device_memory_gib()
     return [
         *run.prepared.report.lines(),

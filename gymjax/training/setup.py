@@ -46,6 +46,7 @@ class Run:
         tokenizer: with the chat template that is trained.
         lora: adapter settings; None when base weights are trained.
         prepared: tokenized data and its report.
+        fingerprint: of the training data, to know it again on resume.
         loader: training batches.
         eval_loader: evaluation batches, None without evaluation data.
         mesh: devices.
@@ -65,6 +66,7 @@ class Run:
     tokenizer: PreTrainedTokenizerBase
     lora: LoraSpec | None
     prepared: Prepared
+    fingerprint: str
     loader: Loader
     eval_loader: Loader | None
     mesh: Mesh
@@ -174,6 +176,7 @@ def set_up(config: Config) -> tuple[Run, TrainState]:
         tokenizer=loaded.tokenizer,
         lora=lora,
         prepared=prepared,
+        fingerprint=prepared.train.fingerprint(),
         loader=loader,
         eval_loader=evaluation,
         mesh=mesh,

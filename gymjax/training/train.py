@@ -119,7 +119,7 @@ def resume(run: Run, state: TrainState, checkpoints: Checkpoints) -> tuple[Train
     if step is None or wanted is False or (wanted is None and run.config.train.overwrite_output_dir):
         return state, Progress(), [], []
     state, meta = source.restore(step, state)
-    if meta["data"] != run.loader.dataset.fingerprint():
+    if meta["data"] != run.fingerprint:
         raise ValueError(
             f"{source.folder(step)} was trained on other data (or another template, tokenizer, cutoff_len, seed) than "
             f"dataset: {', '.join(run.config.data.dataset)} now gives; resume with the same data, or start in another "
