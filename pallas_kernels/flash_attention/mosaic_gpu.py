@@ -1,5 +1,6 @@
 """Attention by this project's Hopper kernels: what they refuse, padding to whole tiles, and the gradient."""
 
+import dataclasses
 import functools
 
 import jax
@@ -11,8 +12,11 @@ from pallas_kernels import _platform
 from pallas_kernels.flash_attention.bounds import pad_bounds, row_bounds
 from pallas_kernels.flash_attention.mosaic_gpu_backward import BackwardTiles, backward_dkv, backward_dq
 from pallas_kernels.flash_attention.mosaic_gpu_forward import ForwardTiles, forward_tiles
+from pallas_kernels.flash_attention.mosaic_gpu_fused import backward_fused
+from pallas_kernels.flash_attention.mosaic_gpu_tiles import LOG2E, Scores
 
-WIDTHS = (64, 128)
+WIDTHS = (64, 96, 128, 256)
+FUSED_WIDTHS = (64, 128)  # of the fused backward: others have no tile that fits registers and swizzles
 MULTIPLE = 128  # every tile size below divides it
 
 # Names of what the backward needs, for rematerialisation policies that keep it.
@@ -35,12 +39,10 @@ def refuses(
         return f"it needs bfloat16 or float16, and q is {q.dtype}"
     if q.shape[-1] not in WIDTHS:
         return f"the head width must be one of {WIDTHS}, and is {q.shape[-1]}"
-    if softcap is not None:
-        return f"it has no softcap yet, and softcap is {softcap}"
     if own_ids:
         return "keys with segment ids of their own are not done yet"
-    if isinstance(scale, jax.Array):
-        return "scale must be a Python number, as it is compiled into the kernel"
+    if isinstance(scale, jax.Array) or isinstance(softcap, jax.Array):
+        return "scale and softcap must be Python numbers, as they are compiled into the kernel"
     capability = _platform.compute_capability()
     if capability is None:
         return _platform.why_not_gpu()
@@ -49,6 +51,22 @@ def refuses(
     if jax.device_count() > 1 and not jax.sharding.get_abstract_mesh().manual_axes:
         return "on several devices it must run inside shard_map, as XLA cannot split it"
     return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """Which kernels run.
+
+    Attributes:
+        scores: from products to scores.
+        deterministic: whether the backward gives the same bits in every run: two kernels of seven products in all,
+            where the fused one has five.
+        staged: whether products go through shared memory: slower, but what the CPU interpreter can run.
+    """
+
+    scores: Scores
+    deterministic: bool = True
+    staged: bool = False
 
 
 def forward(
@@ -60,17 +78,22 @@ def forward(
     window: int | None,
     segment_ids: Int[Array, "B T"] | None,
     scale: float,
+    softcap: float | None = None,
+    sinks: Float[Array, " N"] | None = None,
+    deterministic: bool = True,
     staged: bool = False,
 ) -> Float[Array, "B T N H"]:
     """Attend; differentiable. Memory grows with T: masks are two integers a row.
 
-    `staged` sends products through shared memory: slower, but what the CPU interpreter can run.
+    `deterministic` and `staged` are Form's; the fused backward has FUSED_WIDTHS only.
     """
     tokens, keys = q.shape[1], k.shape[1]
     lo, hi = row_bounds(tokens, keys, causal=causal, window=window, segment_ids=segment_ids)
     q, k, v = (_pad(x) for x in (q, k, v))
     lo, hi = pad_bounds(lo, hi, q.shape[1], keys)
-    return _attend(q, k, v, lo, hi, scale, staged)[:, :tokens]
+    sinks = None if sinks is None else sinks.astype(jnp.float32)
+    form = Form(Scores(scale, softcap), deterministic or q.shape[-1] not in FUSED_WIDTHS, staged)
+    return _attend(q, k, v, lo, hi, sinks, form)[:, :tokens]
 
 
 def _pad(x: Array) -> Array:
@@ -78,24 +101,33 @@ def _pad(x: Array) -> Array:
     return x if not more else jnp.pad(x, ((0, 0), (0, more), (0, 0), (0, 0)))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def _attend(q, k, v, lo, hi, scale, staged):
-    return forward_tiles(q, k, v, lo, hi, scale=scale, tiles=ForwardTiles(staged=staged))[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
+def _attend(q, k, v, lo, hi, sinks, form: Form):
+    return _attend_fwd(q, k, v, lo, hi, sinks, form)[0]
 
 
-def _attend_fwd(q, k, v, lo, hi, scale, staged):
-    out, lse = forward_tiles(q, k, v, lo, hi, scale=scale, tiles=ForwardTiles(staged=staged))
+def _attend_fwd(q, k, v, lo, hi, sinks, form: Form):
+    tiles = ForwardTiles(block_kv=64 if q.shape[-1] > 128 else 128, staged=form.staged)
+    out, lse = forward_tiles(q, k, v, lo, hi, sinks, scores=form.scores, tiles=tiles)
     out, lse = checkpoint_name(out, OUT_NAME), checkpoint_name(lse, LSE_NAME)
-    return out, (q, k, v, lo, hi, out, lse)
+    return out, (q, k, v, lo, hi, sinks, out, lse)
 
 
-def _attend_bwd(scale, staged, residuals, dout):
-    q, k, v, lo, hi, out, lse = residuals
+def _attend_bwd(form: Form, residuals, dout):
+    q, k, v, lo, hi, sinks, out, lse = residuals
     delta = jnp.einsum("BTNH,BTNH->BNT", out, dout, preferred_element_type=jnp.float32)
-    tiles = BackwardTiles(staged=staged)
-    dk, dv = backward_dkv(q, k, v, dout, lse, delta, lo, hi, scale=scale, tiles=tiles)
-    dq = backward_dq(q, k, v, dout, lse, delta, lo, hi, scale=scale, tiles=tiles)
-    return dq, dk, dv, None, None
+    inputs, width = (q, k, v, dout, lse, delta, lo, hi), q.shape[-1]
+    if form.deterministic:
+        tiles = BackwardTiles(split_width=width > 128, staged=form.staged)
+        dk, dv = backward_dkv(*inputs, scores=form.scores, tiles=tiles)
+        tiles = BackwardTiles(stages=1 if width > 128 else 2, staged=form.staged)
+        dq = backward_dq(*inputs, scores=form.scores, tiles=tiles)
+    else:
+        tiles = BackwardTiles(stream=128 if width == 64 else 64, staged=form.staged)
+        dq, dk, dv = backward_fused(*inputs, scores=form.scores, tiles=tiles)
+    # A sink is a key whose value is 0: its weight p gives the gradient p * (0 - delta) of its score.
+    dsinks = None if sinks is None else -jnp.sum(jnp.exp2(sinks[:, None] * LOG2E - lse) * delta, axis=(0, 2))
+    return dq, dk, dv, None, None, dsinks
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)

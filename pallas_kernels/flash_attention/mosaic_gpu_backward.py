@@ -1,12 +1,11 @@
-"""The backward kernels for Hopper: dK and dV over tiles of queries, dQ over tiles of keys.
+"""The deterministic backward kernels for Hopper: one for the gradients of K and V, one for that of Q.
 
-Both recompute the weights from the saved base-2 logarithm of the sum of exponentials (FlashAttention-2, arXiv
-2307.08691, section 3.1): with p = exp2(s - lse) and delta = sum(out * dout), ds = p * (dout @ v.T - delta). Each output
-is written once by the block that owns it, so that the result is the same in every run.
+Both recompute the weights from the forward's log-sum-exp (FlashAttention-2, arXiv 2307.08691, algorithm 2):
+p = exp2(scores - lse) and, with delta = sum(out * dout), ds = p * (dout @ v.T - delta). Each output is written once by
+the block that owns it, so that the result is the same in every run; `mosaic_gpu_fused` needs fewer products.
 """
 
 import dataclasses
-import functools
 
 import jax
 import jax.experimental.pallas as pl
@@ -15,7 +14,19 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.flash_attention.bounds import key_tiles, query_tiles
-from pallas_kernels.flash_attention.mosaic_gpu_forward import LOG2E, drain, multiply_add, swizzled
+from pallas_kernels.flash_attention.mosaic_gpu_tiles import (
+    WARPGROUPS,
+    Scores,
+    accumulate,
+    by_column,
+    by_row,
+    drain,
+    filled,
+    index_along,
+    launch,
+    swizzled,
+    visit,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,45 +36,42 @@ class BackwardTiles:
     Attributes:
         own: rows of the output that a compute warpgroup owns.
         stream: rows of a slot of the ring that is streamed past it.
-        warpgroups: that compute.
         stages: slots of the ring.
+        split_width: whether the warpgroups own the same rows and half of the columns each, for wide heads (dK and dV).
         staged: whether products go through shared memory, which is what the interpreter can run.
     """
 
     own: int = 64
     stream: int = 64
-    warpgroups: int = 2
     stages: int = 2
+    split_width: bool = False
     staged: bool = False
 
 
-def _product(a, b, shape):
-    """`a @ b` of two shared-memory tiles."""
+def two_products(first, second, shape: tuple[int, int]):
+    """`a @ b` of two pairs of shared-memory tiles, in flight together so that they wait once."""
 
-    def multiply(ref):
-        plgpu.wgmma(ref, a, b)
-        return ref[...]
+    def multiply(first_ref, second_ref):
+        plgpu.wgmma(first_ref, *first)
+        plgpu.wgmma(second_ref, *second)
+        return first_ref[...], second_ref[...]
 
-    return pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
-
-
-def _zeros(shape):
-    return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
+    return pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32))
 
 
-def backward_dkv(q, k, v, dout, lse, delta, lo, hi, *, scale: float, tiles: BackwardTiles):
+def backward_dkv(q, k, v, dout, lse, delta, lo, hi, *, scores: Scores, tiles: BackwardTiles):
     """Gradients of keys and values, summed over the query heads that share them.
 
     Args:
         q: (B, T, N, H), T a multiple of tiles.stream.
-        k: (B, S, K, H), S a multiple of tiles.warpgroups * tiles.own.
+        k: (B, S, K, H), S a multiple of what a block owns: tiles.own, or twice that without split_width.
         v: as k.
         dout: as q.
         lse: (B, N, T) f32, from the forward.
         delta: (B, N, T) f32.
         lo: (B or 1, T) int32, first key of each query.
         hi: last key.
-        scale: factor on the scores.
+        scores: from products to scores.
         tiles: sizes; the block owns keys and streams queries.
 
     Returns:
@@ -72,122 +80,140 @@ def backward_dkv(q, k, v, dout, lse, delta, lo, hi, *, scale: float, tiles: Back
     batch, tokens, heads, width = q.shape
     keys, kv_heads = k.shape[1], k.shape[2]
     group = heads // kv_heads
-    own, stream, warpgroups, stages = tiles.own, tiles.stream, tiles.warpgroups, tiles.stages
-    rows = warpgroups * own
+    own, stream, stages = tiles.own, tiles.stream, tiles.stages
+    owned, columns = (1, width // WARPGROUPS) if tiles.split_width else (WARPGROUPS, width)
+    rows, shape = owned * own, (own, stream)
     if tokens % stream or keys % rows:
         raise ValueError(f"T={tokens} must be a multiple of {stream} and S={keys} of {rows}; pad them")
     ranges = query_tiles(lo, hi, keys, stream, rows)
     shared = 0 if lo.shape[0] == 1 else 1
-    transforms = swizzled(width)
 
     def kernel(refs, scratch):
         q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, lo_ref, hi_ref, ranges_ref, dk_ref, dv_ref = refs
-        buffers, own_ready, (q_ready, dout_ready), (q_free, dout_free) = scratch
+        buffers, own_ready, ready, free, done = scratch
         k_smem, v_smem, q_smem, dout_smem, lse_smem, delta_smem, lo_smem, hi_smem, staging2 = buffers
-        kv_head, k_tile, row = lax.axis_index("heads"), lax.axis_index("k_tiles"), lax.axis_index("batch")
+        kv_head, k_tile, row = lax.axis_index("heads"), lax.axis_index("tiles"), lax.axis_index("batch")
         warpgroup = lax.axis_index("warpgroup")
         bounds_row = row * shared
-        begin, clear_begin, clear_end, end = (ranges_ref[bounds_row, k_tile, i] for i in range(4))
-        visits = end - begin
+        span = tuple(ranges_ref[bounds_row, k_tile, i] for i in range(4))
+        begin, visits = span[0], span[3] - span[0]
 
-        @pl.when(warpgroup < warpgroups)
+        @pl.when(warpgroup < WARPGROUPS)
         def _compute():
             plgpu.set_max_registers(232, action="increase")
-            base = k_tile * rows + warpgroup * own
+            part = 0 if tiles.split_width else warpgroup
+            base = k_tile * rows + part * own
             mine = (row, pl.ds(base, own), kv_head)
-            plgpu.copy_gmem_to_smem(k_ref.at[mine], k_smem.at[warpgroup], own_ready.at[warpgroup])
-            plgpu.copy_gmem_to_smem(v_ref.at[mine], v_smem.at[warpgroup], own_ready.at[warpgroup])
-            plgpu.barrier_wait(own_ready.at[warpgroup])
-            my_k, my_v = k_smem.at[warpgroup], v_smem.at[warpgroup]
+            my_k, my_v = k_smem.at[part], v_smem.at[part]
+
+            @pl.when(warpgroup < owned)
+            def _load_own():
+                plgpu.copy_gmem_to_smem(k_ref.at[mine], my_k, own_ready)
+                plgpu.copy_gmem_to_smem(v_ref.at[mine], my_v, own_ready)
+
+            plgpu.barrier_wait(own_ready)
             staging = None if staging2 is None else staging2.at[warpgroup]
 
-            def step(index, carry, masked: bool, head: int):
-                dk, dv = carry
+            def my_columns(smem):
+                return smem.at[:, pl.ds(warpgroup * columns, columns)] if tiles.split_width else smem
+
+            def step(index, sums, masked: bool, head):
                 slot = lax.rem(head * visits + index - begin, jnp.int32(stages))
-                by_column = plgpu.Layout.WGMMA.reduce(0)
-
-                def column(smem):
-                    return lax.broadcast_in_dim(plgpu.load(smem.at[slot], layout=by_column), (own, stream), [1])
-
-                plgpu.barrier_wait(q_ready.at[slot])
-                score = _product(my_k, q_smem.at[slot].transpose((1, 0)), (own, stream))
-                weight = jnp.exp2(score * (scale * LOG2E) - column(lse_smem))
+                plgpu.barrier_wait(ready.at[slot])
+                score, dweight = two_products(
+                    (my_k, q_smem.at[slot].transpose((1, 0))), (my_v, dout_smem.at[slot].transpose((1, 0))), shape
+                )
+                score = scores.squash(score)
+                weight = jnp.exp2(score * scores.factor - by_column(lse_smem.at[slot], shape))
                 if masked:
-                    key = plgpu.broadcasted_iota(jnp.int32, (own, stream), 0, layout=plgpu.Layout.WGMMA) + base
-                    weight = jnp.where((key >= column(lo_smem)) & (key <= column(hi_smem)), weight, 0.0)
-                plgpu.barrier_wait(dout_ready.at[slot])
-                dv = multiply_add(dv, weight.astype(q.dtype), dout_smem.at[slot], staging)
-                dweight = _product(my_v, dout_smem.at[slot].transpose((1, 0)), (own, stream))
-                dscore = weight * (dweight - column(delta_smem))
-                plgpu.barrier_arrive(dout_free.at[slot])
-                dk = multiply_add(dk, dscore.astype(q.dtype), q_smem.at[slot], staging)
-                plgpu.barrier_arrive(q_free.at[slot])
-                return dk, dv
+                    key = index_along(0, base, shape)
+                    seen = (key >= by_column(lo_smem.at[slot], shape)) & (key <= by_column(hi_smem.at[slot], shape))
+                    weight = jnp.where(seen, weight, 0.0)
+                dscore = scores.chain(weight, score) * (dweight - by_column(delta_smem.at[slot], shape))
+                weight, dscore = weight.astype(q.dtype), dscore.astype(q.dtype)
 
-            def one_head(head, carry):
-                masked = functools.partial(step, masked=True, head=head)
-                carry = lax.fori_loop(begin, clear_begin, masked, carry)
-                carry = lax.fori_loop(clear_begin, clear_end, functools.partial(step, masked=False, head=head), carry)
-                return lax.fori_loop(clear_end, end, masked, carry)
+                def products(add_to_dk, add_to_dv):
+                    add_to_dv(weight, my_columns(dout_smem.at[slot]))
+                    add_to_dk(dscore, my_columns(q_smem.at[slot]))
 
-            dk, dv = lax.fori_loop(0, group, one_head, (_zeros((own, width)), _zeros((own, width))))
-            my_k[...] = (dk * scale).astype(q.dtype)
-            my_v[...] = dv.astype(q.dtype)
+                sums = accumulate(sums, staging, products)
+                plgpu.barrier_arrive(free.at[slot])
+                return sums
+
+            def one_head(head, sums):
+                return visit(span, lambda index, sums, masked: step(index, sums, masked, head), sums)
+
+            zeros = filled((own, columns), 0.0)
+            dk, dv = lax.fori_loop(0, group, one_head, (zeros, zeros))
+
+            def together():
+                if tiles.split_width:
+                    plgpu.barrier_arrive(done)
+                    plgpu.barrier_wait(done)
+
+            together()  # both have read K and V for the last time before either overwrites its columns
+            my_columns(my_k)[...] = (dk * scores.scale).astype(q.dtype)
+            my_columns(my_v)[...] = dv.astype(q.dtype)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(my_k, dk_ref.at[mine])
-            plgpu.copy_smem_to_gmem(my_v, dv_ref.at[mine])
-            plgpu.wait_smem_to_gmem(0)
+            together()
 
-        @pl.when(warpgroup == warpgroups)
+            @pl.when(warpgroup < owned)
+            def _store_own():
+                plgpu.copy_smem_to_gmem(my_k, dk_ref.at[mine])
+                plgpu.copy_smem_to_gmem(my_v, dv_ref.at[mine])
+                plgpu.wait_smem_to_gmem(0)
+
+        @pl.when(warpgroup == WARPGROUPS)
         def _feed():
             plgpu.set_max_registers(40, action="decrease")
 
-            def load(visit, _):
-                slot = lax.rem(visit, jnp.int32(stages))
-                head = kv_head * group + lax.div(visit, visits)
-                span = pl.ds((begin + lax.rem(visit, visits)) * stream, stream)
-                pl.when(visit >= stages)(lambda: plgpu.barrier_wait(q_free.at[slot]))
-                plgpu.copy_gmem_to_smem(q_ref.at[row, span, head], q_smem.at[slot], q_ready.at[slot])
-                plgpu.copy_gmem_to_smem(lse_ref.at[row, head, span], lse_smem.at[slot], q_ready.at[slot])
-                plgpu.copy_gmem_to_smem(lo_ref.at[bounds_row, span], lo_smem.at[slot], q_ready.at[slot])
-                plgpu.copy_gmem_to_smem(hi_ref.at[bounds_row, span], hi_smem.at[slot], q_ready.at[slot])
-                plgpu.copy_gmem_to_smem(delta_ref.at[row, head, span], delta_smem.at[slot], q_ready.at[slot])
-                pl.when(visit >= stages)(lambda: plgpu.barrier_wait(dout_free.at[slot]))
-                plgpu.copy_gmem_to_smem(dout_ref.at[row, span, head], dout_smem.at[slot], dout_ready.at[slot])
+            def load(turn, _):
+                slot = lax.rem(turn, jnp.int32(stages))
+                head = kv_head * group + lax.div(turn, visits)
+                at = pl.ds((begin + lax.rem(turn, visits)) * stream, stream)
+                pl.when(turn >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
+                for source, target in (
+                    (q_ref.at[row, at, head], q_smem),
+                    (dout_ref.at[row, at, head], dout_smem),
+                    (lse_ref.at[row, head, at], lse_smem),
+                    (delta_ref.at[row, head, at], delta_smem),
+                    (lo_ref.at[bounds_row, at], lo_smem),
+                    (hi_ref.at[bounds_row, at], hi_smem),
+                ):
+                    plgpu.copy_gmem_to_smem(source, target.at[slot], ready.at[slot])
 
             lax.fori_loop(0, group * visits, load, None)
-            drain(group * visits, stages, q_free, dout_free)
+            drain(group * visits, stages, free)
 
-    def entry(*refs):
-        owned = plgpu.SMEM((warpgroups, own, width), q.dtype, transforms=transforms)
-        streamed = plgpu.SMEM((stages, stream, width), q.dtype, transforms=transforms)
-        staging = plgpu.SMEM((warpgroups, own, stream), q.dtype, transforms=swizzled(stream)) if tiles.staged else None
-        floats, ints = (plgpu.SMEM((stages, stream), dtype) for dtype in (jnp.float32, jnp.int32))
-        pl.run_scoped(
-            lambda *scratch: kernel(refs, scratch),
-            (owned, owned, streamed, streamed, floats, floats, ints, ints, staging),
-            plgpu.Barrier(num_arrivals=2, num_barriers=warpgroups),
-            (plgpu.Barrier(num_arrivals=5, num_barriers=stages), plgpu.Barrier(num_barriers=stages)),
-            (plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),) * 2,
-            collective_axes="warpgroup",
-        )
+    def tile(*shape):
+        return plgpu.SMEM(shape, q.dtype, transforms=swizzled(shape[-1]))
 
-    return plgpu.kernel(
-        entry,
+    floats, ints = (plgpu.SMEM((stages, stream), dtype) for dtype in (jnp.float32, jnp.int32))
+    return launch(
+        kernel,
+        (
+            (
+                *(tile(owned, own, width),) * 2,
+                *(tile(stages, stream, width),) * 2,
+                *(floats, floats, ints, ints),
+                tile(WARPGROUPS, own, stream) if tiles.staged else None,
+            ),
+            plgpu.Barrier(num_arrivals=2 * owned),
+            plgpu.Barrier(num_arrivals=6, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=WARPGROUPS),
+        ),
+        *(q, k, v, dout, lse, delta, lo, hi, ranges),
         out_type=[k, v],
         grid=(kv_heads, keys // rows, batch),
-        grid_names=("heads", "k_tiles", "batch"),
-        num_threads=warpgroups + 1,
-        thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(q, k, v, dout, lse, delta, lo, hi, ranges)
+    )
 
 
-def backward_dq(q, k, v, dout, lse, delta, lo, hi, *, scale: float, tiles: BackwardTiles):
+def backward_dq(q, k, v, dout, lse, delta, lo, hi, *, scores: Scores, tiles: BackwardTiles):
     """Gradient of queries.
 
     Args:
-        q: (B, T, N, H), T a multiple of tiles.warpgroups * tiles.own.
+        q: (B, T, N, H), T a multiple of 2 * tiles.own.
         k: (B, S, K, H), S a multiple of tiles.stream.
         v: as k.
         dout: as q.
@@ -195,7 +221,7 @@ def backward_dq(q, k, v, dout, lse, delta, lo, hi, *, scale: float, tiles: Backw
         delta: (B, N, T) f32.
         lo: (B or 1, T) int32, first key of each query.
         hi: last key.
-        scale: factor on the scores.
+        scores: from products to scores.
         tiles: sizes; the block owns queries and streams keys.
 
     Returns:
@@ -203,108 +229,100 @@ def backward_dq(q, k, v, dout, lse, delta, lo, hi, *, scale: float, tiles: Backw
     """
     batch, tokens, heads, width = q.shape
     keys, kv_heads = k.shape[1], k.shape[2]
-    own, stream, warpgroups, stages = tiles.own, tiles.stream, tiles.warpgroups, tiles.stages
-    rows = warpgroups * own
+    own, stream, stages = tiles.own, tiles.stream, tiles.stages
+    rows, shape = WARPGROUPS * own, (own, stream)
     if tokens % rows or keys % stream:
         raise ValueError(f"T={tokens} must be a multiple of {rows} and S={keys} of {stream}; pad them")
     ranges = key_tiles(lo, hi, rows, stream)
     shared = 0 if lo.shape[0] == 1 else 1
-    transforms = swizzled(width)
 
     def kernel(refs, scratch):
         q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, lo_ref, hi_ref, ranges_ref, dq_ref = refs
-        buffers, own_ready, (k_ready, v_ready), (k_free, v_free) = scratch
+        buffers, own_ready, ready, free = scratch
         q_smem, dout_smem, k_smem, v_smem, lse_smem, delta_smem, lo_smem, hi_smem, staging2 = buffers
-        head, q_tile, row = lax.axis_index("heads"), lax.axis_index("q_tiles"), lax.axis_index("batch")
+        head, row = lax.axis_index("heads"), lax.axis_index("batch")
+        q_tile = tokens // rows - 1 - lax.axis_index("tiles")  # causal rows: the longest work first
         warpgroup = lax.axis_index("warpgroup")
         kv_head = lax.div(head, jnp.int32(heads // kv_heads))
         bounds_row = row * shared
-        begin, clear_begin, clear_end, end = (ranges_ref[bounds_row, q_tile, i] for i in range(4))
+        span = tuple(ranges_ref[bounds_row, q_tile, i] for i in range(4))
+        begin, end = span[0], span[3]
 
-        @pl.when(warpgroup < warpgroups)
+        @pl.when(warpgroup < WARPGROUPS)
         def _compute():
             plgpu.set_max_registers(232, action="increase")
-            span = pl.ds(q_tile * rows + warpgroup * own, own)
-            ready = own_ready.at[warpgroup]
-            plgpu.copy_gmem_to_smem(q_ref.at[row, span, head], q_smem.at[warpgroup], ready)
-            plgpu.copy_gmem_to_smem(dout_ref.at[row, span, head], dout_smem.at[warpgroup], ready)
-            plgpu.copy_gmem_to_smem(lse_ref.at[row, head, span], lse_smem.at[warpgroup], ready)
-            plgpu.copy_gmem_to_smem(delta_ref.at[row, head, span], delta_smem.at[warpgroup], ready)
-            plgpu.copy_gmem_to_smem(lo_ref.at[bounds_row, span], lo_smem.at[warpgroup], ready)
-            plgpu.copy_gmem_to_smem(hi_ref.at[bounds_row, span], hi_smem.at[warpgroup], ready)
-            plgpu.barrier_wait(ready)
+            mine = pl.ds(q_tile * rows + warpgroup * own, own)
+            for source, target in (
+                (q_ref.at[row, mine, head], q_smem),
+                (dout_ref.at[row, mine, head], dout_smem),
+                (lse_ref.at[row, head, mine], lse_smem),
+                (delta_ref.at[row, head, mine], delta_smem),
+                (lo_ref.at[bounds_row, mine], lo_smem),
+                (hi_ref.at[bounds_row, mine], hi_smem),
+            ):
+                plgpu.copy_gmem_to_smem(source, target.at[warpgroup], own_ready.at[warpgroup])
+            plgpu.barrier_wait(own_ready.at[warpgroup])
             my_q, my_dout = q_smem.at[warpgroup], dout_smem.at[warpgroup]
             staging = None if staging2 is None else staging2.at[warpgroup]
+            lse_q, delta_q, lo_q, hi_q = (
+                by_row(smem.at[warpgroup], shape) for smem in (lse_smem, delta_smem, lo_smem, hi_smem)
+            )
 
-            def by_row(smem):
-                loaded = plgpu.load(smem.at[warpgroup], layout=plgpu.Layout.WGMMA.reduce(1))
-                return lax.broadcast_in_dim(loaded, (own, stream), [0])
-
-            lse_q, delta_q, lo_q, hi_q = (by_row(smem) for smem in (lse_smem, delta_smem, lo_smem, hi_smem))
-
-            def step(index, dq, masked: bool):
+            def step(index, sums, masked: bool):
                 slot = lax.rem(index - begin, jnp.int32(stages))
-                plgpu.barrier_wait(k_ready.at[slot])
-                score = _product(my_q, k_smem.at[slot].transpose((1, 0)), (own, stream))
-                weight = jnp.exp2(score * (scale * LOG2E) - lse_q)
+                plgpu.barrier_wait(ready.at[slot])
+                score, dweight = two_products(
+                    (my_q, k_smem.at[slot].transpose((1, 0))), (my_dout, v_smem.at[slot].transpose((1, 0))), shape
+                )
+                score = scores.squash(score)
+                weight = jnp.exp2(score * scores.factor - lse_q)
                 if masked:
-                    key = (
-                        plgpu.broadcasted_iota(jnp.int32, (own, stream), 1, layout=plgpu.Layout.WGMMA) + index * stream
-                    )
+                    key = index_along(1, index * stream, shape)
                     weight = jnp.where((key >= lo_q) & (key <= hi_q), weight, 0.0)
-                plgpu.barrier_wait(v_ready.at[slot])
-                dweight = _product(my_dout, v_smem.at[slot].transpose((1, 0)), (own, stream))
-                plgpu.barrier_arrive(v_free.at[slot])
-                dscore = weight * (dweight - delta_q)
-                dq = multiply_add(dq, dscore.astype(q.dtype), k_smem.at[slot], staging)
-                plgpu.barrier_arrive(k_free.at[slot])
-                return dq
+                dscore = (scores.chain(weight, score) * (dweight - delta_q)).astype(q.dtype)
+                sums = accumulate(sums, staging, lambda add: add(dscore, k_smem.at[slot]))
+                plgpu.barrier_arrive(free.at[slot])
+                return sums
 
-            masked = functools.partial(step, masked=True)
-            dq = lax.fori_loop(begin, clear_begin, masked, _zeros((own, width)))
-            dq = lax.fori_loop(clear_begin, clear_end, functools.partial(step, masked=False), dq)
-            dq = lax.fori_loop(clear_end, end, masked, dq)
-            my_q[...] = (dq * scale).astype(q.dtype)
+            (dq,) = visit(span, step, (filled((own, width), 0.0),))
+            my_q[...] = (dq * scores.scale).astype(q.dtype)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(my_q, dq_ref.at[row, span, head])
+            plgpu.copy_smem_to_gmem(my_q, dq_ref.at[row, mine, head])
             plgpu.wait_smem_to_gmem(0)
 
-        @pl.when(warpgroup == warpgroups)
+        @pl.when(warpgroup == WARPGROUPS)
         def _feed():
             plgpu.set_max_registers(40, action="decrease")
 
             def load(index, _):
-                visit = index - begin
-                slot = lax.rem(visit, jnp.int32(stages))
+                turn = index - begin
+                slot = lax.rem(turn, jnp.int32(stages))
                 at = (row, pl.ds(index * stream, stream), kv_head)
-                pl.when(visit >= stages)(lambda: plgpu.barrier_wait(k_free.at[slot]))
-                plgpu.copy_gmem_to_smem(k_ref.at[at], k_smem.at[slot], k_ready.at[slot])
-                pl.when(visit >= stages)(lambda: plgpu.barrier_wait(v_free.at[slot]))
-                plgpu.copy_gmem_to_smem(v_ref.at[at], v_smem.at[slot], v_ready.at[slot])
+                pl.when(turn >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
+                plgpu.copy_gmem_to_smem(k_ref.at[at], k_smem.at[slot], ready.at[slot])
+                plgpu.copy_gmem_to_smem(v_ref.at[at], v_smem.at[slot], ready.at[slot])
 
             lax.fori_loop(begin, end, load, None)
-            drain(end - begin, stages, k_free, v_free)
+            drain(end - begin, stages, free)
 
-    def entry(*refs):
-        owned = plgpu.SMEM((warpgroups, own, width), q.dtype, transforms=transforms)
-        streamed = plgpu.SMEM((stages, stream, width), q.dtype, transforms=transforms)
-        floats, ints = (plgpu.SMEM((warpgroups, own), dtype) for dtype in (jnp.float32, jnp.int32))
-        staging = plgpu.SMEM((warpgroups, own, stream), q.dtype, transforms=swizzled(stream)) if tiles.staged else None
-        pl.run_scoped(
-            lambda *scratch: kernel(refs, scratch),
-            (owned, owned, streamed, streamed, floats, floats, ints, ints, staging),
-            plgpu.Barrier(num_arrivals=6, num_barriers=warpgroups),
-            (plgpu.Barrier(num_barriers=stages),) * 2,
-            (plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),) * 2,
-            collective_axes="warpgroup",
-        )
+    def tile(*shape):
+        return plgpu.SMEM(shape, q.dtype, transforms=swizzled(shape[-1]))
 
-    return plgpu.kernel(
-        entry,
+    floats, ints = (plgpu.SMEM((WARPGROUPS, own), dtype) for dtype in (jnp.float32, jnp.int32))
+    return launch(
+        kernel,
+        (
+            (
+                *(tile(WARPGROUPS, own, width),) * 2,
+                *(tile(stages, stream, width),) * 2,
+                *(floats, floats, ints, ints),
+                tile(WARPGROUPS, own, stream) if tiles.staged else None,
+            ),
+            plgpu.Barrier(num_arrivals=6, num_barriers=WARPGROUPS),
+            plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages),
+        ),
+        *(q, k, v, dout, lse, delta, lo, hi, ranges),
         out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
         grid=(heads, tokens // rows, batch),
-        grid_names=("heads", "q_tiles", "batch"),
-        num_threads=warpgroups + 1,
-        thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(q, k, v, dout, lse, delta, lo, hi, ranges)
+    )

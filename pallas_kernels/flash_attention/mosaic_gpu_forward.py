@@ -7,8 +7,6 @@ one exponentiates, the other multiplies (FlashAttention-3, arXiv 2407.08608, sec
 """
 
 import dataclasses
-import functools
-import math
 
 import jax
 import jax.experimental.pallas as pl
@@ -17,10 +15,20 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.flash_attention.bounds import key_tiles
+from pallas_kernels.flash_attention.mosaic_gpu_tiles import (
+    LOG2E,
+    WARPGROUPS,
+    Scores,
+    accumulate,
+    drain,
+    filled,
+    index_along,
+    launch,
+    swizzled,
+    visit,
+)
 
-LOG2E = math.log2(math.e)
 LOWEST = -1e30  # start of the running maximum: finite, so that a row that has seen no key makes no NaN
-WARPGROUPS = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,41 +50,7 @@ class ForwardTiles:
     staged: bool = False
 
 
-def swizzled(width: int) -> tuple[plgpu.TilingTransform, plgpu.SwizzleTransform]:
-    """Shared-memory layout of a 16-bit tile whose rows have `width` elements: the widest swizzle that divides them."""
-    swizzle = next(size for size in (128, 64, 32) if width * 2 % size == 0)
-    return plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle)
-
-
-def multiply_add(acc, a, b, staging):
-    """`acc + a @ b` on the tensor cores.
-
-    With a None `staging`, a comes from registers and the sum is formed in place. The interpreter can do neither: then a
-    goes through `staging`, a shared-memory tile, and the product through an accumulator of its own.
-    """
-    if staging is None:
-        return pl.run_state(lambda ref: plgpu.wgmma(ref, a, b))(plgpu.ACC.init(acc))
-    staging[...] = a
-    plgpu.commit_smem()
-
-    def product(ref):
-        plgpu.wgmma(ref, staging, b)
-        return ref[...]
-
-    return acc + pl.run_scoped(product, plgpu.ACC(acc.shape, jnp.float32))
-
-
-def drain(visits, stages: int, *free) -> None:
-    """Waits until the last slots are free, so that no barrier is left with an arrival that nobody saw."""
-
-    def wait(visit, _):
-        for barrier in free:
-            plgpu.barrier_wait(barrier.at[lax.rem(visit, jnp.int32(stages))])
-
-    lax.fori_loop(jnp.maximum(visits - stages, 0), visits, wait, None)
-
-
-def forward_tiles(q, k, v, lo, hi, *, scale: float, tiles: ForwardTiles):
+def forward_tiles(q, k, v, lo, hi, sinks, *, scores: Scores, tiles: ForwardTiles):
     """Attends within row bounds.
 
     Args:
@@ -85,12 +59,13 @@ def forward_tiles(q, k, v, lo, hi, *, scale: float, tiles: ForwardTiles):
         v: as k.
         lo: (B or 1, T) int32, first key of each query.
         hi: last key.
-        scale: factor on the scores.
+        sinks: (N,) f32, score of a key without a value that every query of the head sees, or None.
+        scores: from products to scores.
         tiles: sizes.
 
     Returns:
-        (out (B, T, N, H), lse (B, N, T) f32): lse is the base-2 logarithm of the sum of exponentials of the scaled
-        scores, +inf for a query that sees no key.
+        (out (B, T, N, H), lse (B, N, T) f32): lse is the base-2 logarithm of the sum of exponentials of the scores, the
+        sink's included, +inf where there is none.
     """
     batch, tokens, heads, width = q.shape
     keys, kv_heads = k.shape[1], k.shape[2]
@@ -100,18 +75,18 @@ def forward_tiles(q, k, v, lo, hi, *, scale: float, tiles: ForwardTiles):
         raise ValueError(f"T={tokens} must be a multiple of {rows} and S={keys} of {block_kv}; pad them")
     ranges = key_tiles(lo, hi, rows, block_kv)
     shared = 0 if lo.shape[0] == 1 else 1
-    transforms = swizzled(width)
-    log2_scale = scale * LOG2E
 
     def kernel(refs, scratch):
-        q_ref, k_ref, v_ref, lo_ref, hi_ref, ranges_ref, out_ref, lse_ref = refs
+        q_ref, k_ref, v_ref, lo_ref, hi_ref, ranges_ref, *sinks_ref, out_ref, lse_ref = refs
         buffers, q_ready, (k_ready, v_ready), (k_free, v_free), turn = scratch
         q_smem, k_smem, v_smem, lse_smem, lo_smem, hi_smem, weight_smem = buffers
-        head, q_tile, row = lax.axis_index("heads"), lax.axis_index("q_tiles"), lax.axis_index("batch")
+        head, row = lax.axis_index("heads"), lax.axis_index("batch")
+        q_tile = tokens // rows - 1 - lax.axis_index("tiles")  # causal rows: the longest work first
         warpgroup = lax.axis_index("warpgroup")
         kv_head = lax.div(head, jnp.int32(heads // kv_heads))
         bounds_row = row * shared
-        begin, clear_begin, clear_end, end = (ranges_ref[bounds_row, q_tile, i] for i in range(4))
+        span = tuple(ranges_ref[bounds_row, q_tile, i] for i in range(4))
+        begin, end = span[0], span[3]
 
         def take_turn():
             if tiles.take_turns:
@@ -121,21 +96,17 @@ def forward_tiles(q, k, v, lo, hi, *, scale: float, tiles: ForwardTiles):
         @pl.when(warpgroup < WARPGROUPS)
         def _compute():
             plgpu.set_max_registers(232, action="increase")
-            base = q_tile * rows + warpgroup * block_q
-            mine = pl.ds(base, block_q)
+            mine = pl.ds(q_tile * rows + warpgroup * block_q, block_q)
             plgpu.copy_gmem_to_smem(q_ref.at[row, mine, head], q_smem.at[warpgroup], q_ready.at[warpgroup])
             plgpu.copy_gmem_to_smem(lo_ref.at[bounds_row, mine], lo_smem.at[warpgroup], q_ready.at[warpgroup])
             plgpu.copy_gmem_to_smem(hi_ref.at[bounds_row, mine], hi_smem.at[warpgroup], q_ready.at[warpgroup])
             plgpu.barrier_wait(q_ready.at[warpgroup])
-            by_row = plgpu.Layout.WGMMA.reduce(1)
-            lo_q = plgpu.load(lo_smem.at[warpgroup], layout=by_row)
-            hi_q = plgpu.load(hi_smem.at[warpgroup], layout=by_row)
-            full = functools.partial(jnp.full, dtype=jnp.float32)
-            carry = (
-                plgpu.layout_cast(full((block_q, width), 0.0), plgpu.Layout.WGMMA),
-                plgpu.layout_cast(full((block_q,), LOWEST), by_row),
-                plgpu.layout_cast(full((block_q,), 0.0), by_row),
-            )
+            of_row = plgpu.Layout.WGMMA.reduce(1)
+            lo_q = plgpu.load(lo_smem.at[warpgroup], layout=of_row)
+            hi_q = plgpu.load(hi_smem.at[warpgroup], layout=of_row)
+            # A sink is a key that has been seen before the first one.
+            top = filled((block_q,), sinks_ref[0][head] if sinks_ref else LOWEST)
+            total = filled((block_q,), 1.0 if sinks_ref else 0.0)
             pl.when(warpgroup == 1)(take_turn)
 
             def step(index, carry, masked: bool):
@@ -148,18 +119,17 @@ def forward_tiles(q, k, v, lo, hi, *, scale: float, tiles: ForwardTiles):
                     take_turn()
                     return acc_ref[...]
 
-                score = pl.run_scoped(multiply, plgpu.ACC((block_q, block_kv), jnp.float32))
+                score = scores.squash(pl.run_scoped(multiply, plgpu.ACC((block_q, block_kv), jnp.float32)))
                 plgpu.barrier_arrive(k_free.at[slot])
                 if masked:
-                    key = plgpu.broadcasted_iota(jnp.int32, (block_q, block_kv), 1, layout=plgpu.Layout.WGMMA)
-                    key += index * block_kv
+                    key = index_along(1, index * block_kv, score.shape)
                     seen = (key >= lax.broadcast_in_dim(lo_q, key.shape, [0])) & (
                         key <= lax.broadcast_in_dim(hi_q, key.shape, [0])
                     )
                     score = jnp.where(seen, score, -jnp.inf)
-                new_top = jnp.maximum(top, score.max(axis=1) * log2_scale)
+                new_top = jnp.maximum(top, score.max(axis=1) * scores.factor)
                 shrink = jnp.exp2(top - new_top)
-                weight = jnp.exp2(score * log2_scale - lax.broadcast_in_dim(new_top, score.shape, [0]))
+                weight = jnp.exp2(score * scores.factor - lax.broadcast_in_dim(new_top, score.shape, [0]))
                 acc *= lax.broadcast_in_dim(shrink, acc.shape, [0])
                 total = total * shrink + weight.sum(axis=1)
                 weight16 = weight.astype(q.dtype)
@@ -171,14 +141,11 @@ def forward_tiles(q, k, v, lo, hi, *, scale: float, tiles: ForwardTiles):
                     plgpu.barrier_wait(turn)
 
                 staging = None if weight_smem is None else weight_smem.at[warpgroup]
-                acc = multiply_add(acc, weight16, v_smem.at[slot], staging)
+                (acc,) = accumulate((acc,), staging, lambda add: add(weight16, v_smem.at[slot]))
                 plgpu.barrier_arrive(v_free.at[slot])
                 return acc, new_top, total
 
-            masked, clear = functools.partial(step, masked=True), functools.partial(step, masked=False)
-            carry = lax.fori_loop(begin, clear_begin, masked, carry)
-            carry = lax.fori_loop(clear_begin, clear_end, clear, carry)
-            acc, top, total = lax.fori_loop(clear_end, end, masked, carry)
+            acc, top, total = visit(span, step, (filled((block_q, width), 0.0), top, total))
             pl.when(warpgroup == 0)(take_turn)
 
             empty = total == 0.0
@@ -206,33 +173,28 @@ def forward_tiles(q, k, v, lo, hi, *, scale: float, tiles: ForwardTiles):
             lax.fori_loop(begin, end, load, None)
             drain(end - begin, stages, k_free, v_free)
 
-    def entry(*refs):
-        pl.run_scoped(
-            lambda *scratch: kernel(refs, scratch),
+    def tile(*shape, dtype=q.dtype):
+        return plgpu.SMEM(shape, dtype, transforms=swizzled(shape[-1]) if dtype == q.dtype else ())
+
+    return launch(
+        kernel,
+        (
             (
-                plgpu.SMEM((WARPGROUPS, block_q, width), q.dtype, transforms=transforms),
-                plgpu.SMEM((stages, block_kv, width), q.dtype, transforms=transforms),
-                plgpu.SMEM((stages, block_kv, width), q.dtype, transforms=transforms),
-                plgpu.SMEM((WARPGROUPS, block_q), jnp.float32),
-                plgpu.SMEM((WARPGROUPS, block_q), jnp.int32),
-                plgpu.SMEM((WARPGROUPS, block_q), jnp.int32),
-                plgpu.SMEM((WARPGROUPS, block_q, block_kv), q.dtype, transforms=swizzled(block_kv))
-                if tiles.staged
-                else None,
+                tile(WARPGROUPS, block_q, width),
+                tile(stages, block_kv, width),
+                tile(stages, block_kv, width),
+                tile(WARPGROUPS, block_q, dtype=jnp.float32),
+                tile(WARPGROUPS, block_q, dtype=jnp.int32),
+                tile(WARPGROUPS, block_q, dtype=jnp.int32),
+                tile(WARPGROUPS, block_q, block_kv) if tiles.staged else None,
             ),
             plgpu.Barrier(num_arrivals=3, num_barriers=WARPGROUPS),
             (plgpu.Barrier(num_barriers=stages),) * 2,
             (plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages),) * 2,
             plgpu.Barrier(num_arrivals=WARPGROUPS),
-            collective_axes="warpgroup",
-        )
-
-    return plgpu.kernel(
-        entry,
+        ),
+        *(q, k, v, lo, hi, ranges),
+        *([] if sinks is None else [sinks * LOG2E]),
         out_type=[q, jax.ShapeDtypeStruct((batch, heads, tokens), jnp.float32)],
         grid=(heads, tokens // rows, batch),
-        grid_names=("heads", "q_tiles", "batch"),
-        num_threads=WARPGROUPS + 1,
-        thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(q, k, v, lo, hi, ranges)
+    )

@@ -4,6 +4,8 @@ The interpreter runs neither products whose left side is in registers nor accumu
 both through shared memory. What the real kernels' schedule adds is checked on the GPU by scripts/check_gpu.py.
 """
 
+import dataclasses
+
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -15,73 +17,121 @@ from pallas_kernels.flash_attention.bounds import key_tiles, number_documents, q
 from pallas_kernels.flash_attention.reference import attention_mask
 
 
-def oracle(q, k, v, dout, seen, scale):
-    """Output and gradients in float64, from the definition; seen is (T, S)."""
+def oracle(q, k, v, dout, seen, scale, softcap, sinks):
+    """Output and gradients of q, k, v and sinks in float64, from the definition, and their sizes; seen is (T, S).
+
+    A sink's gradient is a sum over queries whose terms cancel: its size is that of the terms.
+    """
     q, k, v, dout = (np.asarray(x, np.float64) for x in (q, k, v, dout))
+    sinks = np.full(q.shape[2], -np.inf) if sinks is None else np.asarray(sinks, np.float64)
     group = q.shape[2] // k.shape[2]
-    out, dq, dk, dv = np.zeros_like(q), np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
+    out, dq, dk, dv, dsinks = (
+        np.zeros_like(q),
+        np.zeros_like(q),
+        np.zeros_like(k),
+        np.zeros_like(v),
+        np.zeros(len(sinks)),
+    )
+    terms = 0.0
     for b in range(q.shape[0]):
         for n in range(q.shape[2]):
             keys, values = k[b, :, n // group], v[b, :, n // group]
-            score = np.where(seen, q[b, :, n] @ keys.T * scale, -np.inf)
-            top = np.maximum(score.max(-1, keepdims=True), -1e300)
-            p = np.exp(score - top)
-            p /= np.maximum(p.sum(-1, keepdims=True), 1e-300)
+            score, slope = q[b, :, n] @ keys.T * scale, 1.0
+            if softcap is not None:
+                score = softcap * np.tanh(score / softcap)
+                slope = 1 - (score / softcap) ** 2
+            score = np.where(seen, score, -np.inf)
+            top = np.maximum(np.maximum(score.max(-1, keepdims=True), sinks[n]), -1e300)
+            p, sink = np.exp(score - top), np.exp(sinks[n] - top)
+            total = np.maximum(p.sum(-1, keepdims=True) + sink, 1e-300)
+            p, sink = p / total, sink / total
             out[b, :, n] = p @ values
             dp = dout[b, :, n] @ values.T
-            ds = p * (dp - (p * dp).sum(-1, keepdims=True)) * scale
+            delta = (p * dp).sum(-1, keepdims=True)
+            ds = p * (dp - delta) * slope * scale
             dq[b, :, n] = ds @ keys
             dk[b, :, n // group] += ds.T @ q[b, :, n]
             dv[b, :, n // group] += p.T @ dout[b, :, n]
-    return out, dq, dk, dv
+            dsinks[n] -= (sink * delta).sum()
+            terms += (
+                (sink[:, 0] * np.linalg.norm(out[b, :, n], axis=-1) * np.linalg.norm(dout[b, :, n], axis=-1)) ** 2
+            ).sum()
+    sizes = [*map(np.linalg.norm, (out, dq, dk, dv)), terms**0.5]
+    return zip((out, dq, dk, dv, dsinks), sizes, strict=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """One case; keys None: as many as tokens; documents: their lengths, the rest is padding."""
+
+    tokens: int
+    keys: int | None = None
+    heads: int = 1
+    kv_heads: int = 1
+    width: int = 64
+    causal: bool = True
+    window: int | None = None
+    documents: tuple[int, ...] = ()
+    softcap: float | None = None
+    sinks: bool = False
+    dtype: jnp.dtype = jnp.bfloat16
+    deterministic: bool = True
 
 
 CASES = {
-    "causal, grouped heads": {"tokens": 256, "heads": 2, "kv_heads": 1},
-    "causal, odd length": {"tokens": 130, "width": 128},
-    "one token": {"tokens": 1},
-    "full, more keys than a tile": {"tokens": 100, "keys": 200, "causal": False},
-    "causal, more keys than queries": {"tokens": 70, "keys": 200},
-    "window": {"tokens": 200, "window": 37, "dtype": jnp.float16},
-    "documents and padding": {"tokens": 256, "documents": (100, 3, 120), "heads": 2, "kv_heads": 1},
-    "documents and window": {"tokens": 150, "documents": (70, 60), "window": 20},
+    "causal, grouped heads": Shape(256, heads=2, kv_heads=1),
+    "causal, odd length": Shape(130, width=128),
+    "one token": Shape(1),
+    "full, more keys than a tile": Shape(100, keys=200, causal=False),
+    "causal, more keys than queries": Shape(70, keys=200),
+    "window": Shape(200, window=37, dtype=jnp.float16),
+    "documents and padding": Shape(256, documents=(100, 3, 120), heads=2, kv_heads=1),
+    "documents and window": Shape(150, documents=(70, 60), window=20),
+    "width 96": Shape(130, width=96),
+    "width 256, two tiles": Shape(130, width=256),
+    "soft-cap, documents": Shape(140, softcap=2.0, documents=(70, 60), heads=2, kv_heads=1),
+    "sinks, padding": Shape(140, sinks=True, documents=(70, 60), heads=2, kv_heads=1),
+    "fused: grouped heads, 3 tiles of keys": Shape(300, heads=2, kv_heads=1, deterministic=False),
+    "fused: width 128, documents, padding": Shape(256, width=128, documents=(100, 3, 120), deterministic=False),
+    "fused: more keys than queries, window": Shape(70, keys=300, width=128, window=150, deterministic=False),
+    "fused: soft-cap and sinks": Shape(
+        140, width=128, softcap=2.0, sinks=True, heads=2, kv_heads=1, deterministic=False, dtype=jnp.float16
+    ),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_interpreted_kernels(name):
-    case = {
-        "keys": None,
-        "heads": 1,
-        "kv_heads": 1,
-        "width": 64,
-        "causal": True,
-        "window": None,
-        "documents": (),
-    } | CASES[name]
-    tokens, keys, dtype = case["tokens"], case["keys"] or case["tokens"], case.get("dtype", jnp.bfloat16)
-    shapes = [(tokens, case["heads"]), *[(keys, case["kv_heads"])] * 2, (tokens, case["heads"])]
+    case = CASES[name]
+    keys = case.keys or case.tokens
+    shapes = [(case.tokens, case.heads), *[(keys, case.kv_heads)] * 2, (case.tokens, case.heads)]
     draws = jax.random.split(jax.random.key(0), 4)
     q, k, v, dout = (
-        jax.random.normal(key, (1, length, heads, case["width"]), dtype)
+        jax.random.normal(key, (1, length, heads, case.width), case.dtype)
         for key, (length, heads) in zip(draws, shapes, strict=True)
     )
+    sinks = jnp.linspace(-1.0, 3.0, case.heads) if case.sinks else None
     ids = None
-    if case["documents"]:
-        numbers = np.repeat(np.arange(len(case["documents"])) + 1, case["documents"])
-        ids = jnp.asarray(np.pad(numbers, (0, tokens - len(numbers))), jnp.int32)[None]
-    seen = attention_mask(tokens, keys, case["causal"], case["window"], ids, ids)
-    seen = np.ones((tokens, keys), bool) if seen is None else np.asarray(seen[0])
-    options = {"causal": case["causal"], "window": case["window"], "segment_ids": ids, "scale": case["width"] ** -0.5}
+    if case.documents:
+        numbers = np.repeat(np.arange(len(case.documents)) + 1, case.documents)
+        ids = jnp.asarray(np.pad(numbers, (0, case.tokens - len(numbers))), jnp.int32)[None]
+    seen = attention_mask(case.tokens, keys, case.causal, case.window, ids, ids)
+    seen = np.ones((case.tokens, keys), bool) if seen is None else np.asarray(seen[0])
+    scale = case.width**-0.5
+    options = {"causal": case.causal, "window": case.window, "segment_ids": ids, "scale": scale, "staged": True}
+    options |= {"softcap": case.softcap, "deterministic": case.deterministic}
 
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
-        out, back = jax.vjp(lambda q, k, v: mosaic_gpu.forward(q, k, v, **options, staged=True), q, k, v)
+        out, back = jax.vjp(lambda q, k, v, s: mosaic_gpu.forward(q, k, v, sinks=s, **options), q, k, v, sinks)
         got = jax.block_until_ready((out, *back(dout)))
 
-    for ours, exact in zip(got, oracle(q, k, v, dout, seen, options["scale"]), strict=True):
+    exact = oracle(q, k, v, dout, seen, scale, case.softcap, sinks)
+    for ours, (truth, size) in zip(got, exact, strict=True):
+        if ours is None:
+            continue
         ours = np.asarray(ours, np.float64)
         # 16-bit weights and outputs: dense bf16 attention is off by 0.0023, fp16 by 0.0003, whatever the shape.
-        assert np.linalg.norm(ours - exact) <= 1.5 * 0.0024 * np.linalg.norm(exact) + 1e-12
+        assert np.linalg.norm(ours - truth) <= 1.5 * 0.0024 * size + 1e-12
     hidden = ~seen.any(0)
     assert not np.asarray(got[2], np.float32)[:, hidden].any()  # a key that nobody sees gets exactly no gradient
     assert not np.asarray(got[0], np.float32)[:, ~seen.any(1)].any()
@@ -129,8 +179,7 @@ def test_a_document_is_a_run_of_equal_ids():
     ("change", "message"),
     [
         ({"dtype": jnp.float32}, "it needs bfloat16 or float16, and q is float32"),
-        ({"width": 80}, r"the head width must be one of \(64, 128\), and is 80"),
-        ({"softcap": 3.0}, "it has no softcap yet, and softcap is 3.0"),
+        ({"width": 80}, r"the head width must be one of \(64, 96, 128, 256\), and is 80"),
         ({"own": True}, "keys with segment ids of their own are not done yet"),
         ({}, "it needs an NVIDIA GPU"),
     ],
@@ -139,9 +188,7 @@ def test_refusals(change, message):
     q = jnp.ones((1, 8, 2, change.get("width", 64)), change.get("dtype", jnp.bfloat16))
     ids = jnp.ones((1, 8), jnp.int32) if change.get("own") else None
     with pytest.raises(NotImplementedError, match=f"'mosaic_gpu' refuses: {message}"):
-        flash_attention(
-            q, q, q, segment_ids=ids, kv_segment_ids=ids, softcap=change.get("softcap"), implementation="mosaic_gpu"
-        )
+        flash_attention(q, q, q, segment_ids=ids, kv_segment_ids=ids, implementation="mosaic_gpu")
 
 
 def test_hopper_picks_ours_for_packed_rows_and_cudnn_for_others(monkeypatch):

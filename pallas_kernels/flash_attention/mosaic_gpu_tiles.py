@@ -1,0 +1,155 @@
+"""What the attention kernels for Hopper share: shared-memory layouts, products of tiles, and scores in base 2."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+LOG2E = math.log2(math.e)
+WARPGROUPS = 2  # that compute; one more feeds them
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """How a product p of a query and a key becomes a score in base 2: `factor * squash(p)`.
+
+    Without a cap that is `log2(e) * scale * p`, with one `log2(e) * cap * tanh(p * scale / cap)`; weights are powers of
+    two of it, as the hardware's exponential is.
+    """
+
+    scale: float
+    softcap: float | None = None
+
+    @property
+    def factor(self) -> float:
+        """What a squashed product is multiplied by."""
+        return LOG2E * (self.scale if self.softcap is None else self.softcap)
+
+    def squash(self, product):
+        """The product, or the tanh of its capped score."""
+        return product if self.softcap is None else jnp.tanh(product * (self.scale / self.softcap))
+
+    def chain(self, weight, squashed):
+        """`weight` times the derivative of the score by `scale * p`."""
+        return weight if self.softcap is None else weight * (1.0 - squashed * squashed)
+
+
+def swizzled(width: int, dtype=jnp.bfloat16) -> tuple[plgpu.TilingTransform, plgpu.SwizzleTransform]:
+    """Shared-memory layout of a tile whose rows have `width` elements: the widest swizzle that divides them."""
+    size = jnp.dtype(dtype).itemsize
+    swizzle = next(span for span in (128, 64, 32) if width * size % span == 0)
+    return plgpu.TilingTransform((8, swizzle // size)), plgpu.SwizzleTransform(swizzle)
+
+
+def filled(shape: tuple[int, ...], value):
+    """A tile of one number in the layout of the tensor cores' results; of one axis: a value for each of its rows."""
+    layout = plgpu.Layout.WGMMA if len(shape) == 2 else plgpu.Layout.WGMMA.reduce(1)
+    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+
+def by_row(smem, shape: tuple[int, int]):
+    """A vector in shared memory, one value a row of a tile."""
+    return lax.broadcast_in_dim(plgpu.load(smem, layout=plgpu.Layout.WGMMA.reduce(1)), shape, [0])
+
+
+def by_column(smem, shape: tuple[int, int]):
+    """A vector in shared memory, one value a column of a tile."""
+    return lax.broadcast_in_dim(plgpu.load(smem, layout=plgpu.Layout.WGMMA.reduce(0)), shape, [1])
+
+
+def index_along(axis: int, first, shape: tuple[int, int]):
+    """first, first + 1, ... along one axis of a tile."""
+    return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA) + first
+
+
+def accumulate(sums, staging, products):
+    """Calls `products(add_0, add_1, ...)`, where `add_i(a, b)` adds a @ b to the i-th sum; returns the sums.
+
+    With a None `staging`, a comes from registers and sums are formed in place, in flight until an accumulator is read.
+    The interpreter can do neither: then a goes through `staging`, a tile in shared memory, and each product through an
+    accumulator of its own.
+    """
+    if staging is None:
+
+        def in_place(refs):
+            products(*(lambda a, b, ref=ref: plgpu.wgmma(ref, a, b) for ref in refs))
+
+        return pl.run_state(in_place)(tuple(plgpu.ACC.init(value) for value in sums))
+    sums = list(sums)
+
+    def add(i, a, b):
+        staging[...] = a
+        plgpu.commit_smem()
+
+        def product(ref):
+            plgpu.wgmma(ref, staging, b)
+            return ref[...]
+
+        sums[i] += pl.run_scoped(product, plgpu.ACC(sums[i].shape, jnp.float32))
+
+    products(*(lambda a, b, i=i: add(i, a, b) for i in range(len(sums))))
+    return tuple(sums)
+
+
+def visit(ranges, step, carry):
+    """Runs `step(index, carry, masked=)` over the tiles of one block; those that every row sees whole are not masked.
+
+    `ranges` is (begin, clear_begin, clear_end, end), see bounds.key_tiles.
+    """
+    begin, clear_begin, clear_end, end = ranges
+
+    def masked(index, carry):
+        return step(index, carry, masked=True)
+
+    carry = lax.fori_loop(begin, clear_begin, masked, carry)
+    carry = lax.fori_loop(clear_begin, clear_end, lambda index, carry: step(index, carry, masked=False), carry)
+    return lax.fori_loop(clear_end, end, masked, carry)
+
+
+def drain(visits, stages: int, *free) -> None:
+    """Waits until the last slots are free, so that no barrier is left with an arrival that nobody saw."""
+
+    def wait(visit, _):
+        for barrier in free:
+            plgpu.barrier_wait(barrier.at[lax.rem(visit, jnp.int32(stages))])
+
+    lax.fori_loop(jnp.maximum(visits - stages, 0), visits, wait, None)
+
+
+def launch(kernel, scratch_types, *args, out_type, grid: tuple[int, int, int]):
+    """Runs `kernel(refs, scratch)` with the compute warpgroups and their feeder on a grid of (heads, tiles, batch)."""
+    return plgpu.kernel(_entry(kernel, scratch_types), out_type=out_type, compiler_params=_FAST, **_threads(grid))(
+        *args
+    )
+
+
+def launch_in_place(kernel, scratch_types, *args, out: tuple, grid: tuple[int, int, int]):
+    """As `launch`, for outputs that the kernel adds to: `out` holds their first values."""
+
+    def run(refs):
+        pl.kernel(_entry(kernel, scratch_types), mesh=plgpu.Mesh(**_threads(grid)), compiler_params=_FAST)(*refs)
+
+    return pl.run_state(run)((*args, *out))[len(args) :]
+
+
+_FAST = plgpu.CompilerParams(approx_math=True)
+
+
+def _entry(kernel, scratch_types):
+    def entry(*refs):
+        pl.run_scoped(lambda *scratch: kernel(refs, scratch), *scratch_types, collective_axes="warpgroup")
+
+    return entry
+
+
+def _threads(grid: tuple[int, int, int]) -> dict[str, Any]:
+    return {
+        "grid": grid,
+        "grid_names": ("heads", "tiles", "batch"),
+        "num_threads": WARPGROUPS + 1,
+        "thread_name": "warpgroup",
+    }
