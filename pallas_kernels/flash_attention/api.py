@@ -22,6 +22,8 @@ def flash_attention(
     kv_segment_ids: Int[Array, "B S"] | None = None,
     scale: float | None = None,
     softcap: float | None = None,
+    sinks: Float[Array, " N"] | None = None,
+    deterministic: bool = True,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B T N H"]:
     """Softmax attention; N query heads share K key heads in groups of N/K, and k and v are never repeated.
@@ -29,8 +31,9 @@ def flash_attention(
     `softmax(mask(cap * tanh(q @ k.T * scale / cap))) @ v`, scores and softmax in f32, returned in q.dtype.
     Query i stands at key position p = i + S - T. Causal: it sees keys j <= p; with a window w, also j > p - w, so
     that the window counts the query itself. Segments: a document is a run of equal ids, and a query sees the keys of
-    its own; id 0 is padding, which nobody sees. A query that sees no key gives 0 and passes no gradient.
-    Source: arXiv 1706.03762, eq. 1; 2305.13245.
+    its own; id 0 is padding, which nobody sees. A query that sees no key gives 0 and passes no gradient. With sinks, a
+    head's softmax has one more score, its sink, which takes weight and gives no value.
+    Source: arXiv 1706.03762, eq. 1; 2305.13245; sinks: 2309.17453, section 3.3, a learned score in place of a key.
 
     Args:
         q: queries, f32, bf16 or f16.
@@ -42,6 +45,9 @@ def flash_attention(
         kv_segment_ids: the same for keys; left out, they are segment_ids.
         scale: factor on the scores; None for 1/sqrt(H).
         softcap: bound on the scores, in their unit; None for no bound.
+        sinks: score of each head's sink, in the unit of the scaled scores, any float dtype; not bounded by softcap.
+        deterministic: whether mosaic_gpu's backward must give the same bits in every run; without, widths 64 and 128
+            form their gradients in one pass with fewer products. cuDNN's backward never promises it.
         implementation: "mosaic_gpu", "cudnn", "xla", or None: the first that accepts the arguments on this device, in
             this order on packed rows, with cuDNN first on others.
 
@@ -53,20 +59,27 @@ def flash_attention(
         NotImplementedError: the named implementation refuses these arguments; the message says why and what is usable.
     """
     _check(q, k, v, causal, window, softcap)
+    if sinks is not None and (sinks.shape != q.shape[2:3] or not jnp.issubdtype(sinks.dtype, jnp.floating)):
+        raise ValueError(
+            f"flash_attention: sinks must be floating-point of shape {q.shape[2:3]}; got {sinks.dtype}{sinks.shape}"
+        )
     _check_segments(q, k, segment_ids, kv_segment_ids)
     packed, own_ids = segment_ids is not None, kv_segment_ids is not None
-    refusals = _refusals(q, k, causal, packed, own_ids, scale, softcap)
+    refusals = _refusals(q, k, causal, packed, own_ids, scale, softcap, sinks is not None)
     name = _dispatch.choose("flash_attention", implementation, refusals)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     if segment_ids is not None and kv_segment_ids is None:
         segment_ids = number_documents(segment_ids)
     if name == "mosaic_gpu":
-        return mosaic_gpu.forward(q, k, v, causal=causal, window=window, segment_ids=segment_ids, scale=scale)
+        options = {"softcap": softcap, "sinks": sinks, "deterministic": deterministic}
+        return mosaic_gpu.forward(
+            q, k, v, causal=causal, window=window, segment_ids=segment_ids, scale=scale, **options
+        )
     if name == "cudnn":
         return cudnn.forward(q, k, v, causal=causal, window=window, segment_ids=segment_ids, scale=scale)
     kv_segment_ids = segment_ids if kv_segment_ids is None else kv_segment_ids
     options = {"segment_ids": segment_ids, "kv_segment_ids": kv_segment_ids, "scale": scale, "softcap": softcap}
-    return reference.forward(q, k, v, causal=causal, window=window, **options)
+    return reference.forward(q, k, v, causal=causal, window=window, sinks=sinks, **options)
 
 
 def explain(
@@ -78,12 +91,13 @@ def explain(
     own_ids: bool = False,
     scale: float | None = None,
     softcap: float | None = None,
+    sinks: bool = False,
 ) -> str:
     """Say which implementation None picks for these arguments (arrays or jax.ShapeDtypeStruct) and why.
 
-    `packed` tells whether segment_ids would be given, `own_ids` whether kv_segment_ids would.
+    `packed` tells whether segment_ids would be given, `own_ids` whether kv_segment_ids would, `sinks` whether sinks.
     """
-    refusals = _refusals(q, k, causal, packed, own_ids, scale, softcap)
+    refusals = _refusals(q, k, causal, packed, own_ids, scale, softcap, sinks)
     return _dispatch.explain("flash_attention", refusals)
 
 
@@ -95,9 +109,10 @@ def _refusals(
     own_ids: bool,
     scale: float | None,
     softcap: float | None,
+    sinks: bool,
 ) -> _dispatch.Refusals:
     shared = {"own_ids": own_ids, "scale": scale, "softcap": softcap}
-    ours, nvidias = mosaic_gpu.refuses(q, k, **shared), cudnn.refuses(q, k, causal=causal, **shared)
+    ours, nvidias = mosaic_gpu.refuses(q, k, **shared), cudnn.refuses(q, k, causal=causal, sinks=sinks, **shared)
     if packed:  # cuDNN's mask would be T * T
         return {"mosaic_gpu": ours, "cudnn": nvidias, "xla": None}
     return {"cudnn": nvidias, "mosaic_gpu": ours, "xla": None}

@@ -17,10 +17,12 @@ def refuses(
     own_ids: bool,
     scale: float | None,
     softcap: float | None,
+    sinks: bool,
 ) -> str | None:
     """Return why cuDNN cannot do these arguments on the default device, or None.
 
-    `own_ids` tells whether the keys have segment ids of their own instead of sharing the queries'.
+    `own_ids` tells whether the keys have segment ids of their own instead of sharing the queries', `sinks`
+    whether heads have sinks.
     """
     width = q.shape[-1]
     if q.dtype not in (jnp.bfloat16, jnp.float16):
@@ -31,6 +33,8 @@ def refuses(
         return f"it has no softcap, and softcap is {softcap}"
     if causal and q.shape[1] != k.shape[1]:
         return f"its causal mask lines up the first tokens, so T must equal S; T is {q.shape[1]} and S is {k.shape[1]}"
+    if sinks:
+        return "it has no sinks, and sinks are given"
     if own_ids:
         return "keys with segment ids of their own can leave a query without a key, which it does not define"
     if isinstance(scale, jax.Array):

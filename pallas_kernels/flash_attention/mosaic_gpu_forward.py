@@ -122,7 +122,7 @@ def forward_tiles(q, k, v, lo, hi, sinks, *, scores: Scores, tiles: ForwardTiles
                 score = scores.squash(pl.run_scoped(multiply, plgpu.ACC((block_q, block_kv), jnp.float32)))
                 plgpu.barrier_arrive(k_free.at[slot])
                 if masked:
-                    key = index_along(1, index * block_kv, score.shape)
+                    key = index_along(1, index * block_kv, (block_q, block_kv))
                     seen = (key >= lax.broadcast_in_dim(lo_q, key.shape, [0])) & (
                         key <= lax.broadcast_in_dim(hi_q, key.shape, [0])
                     )

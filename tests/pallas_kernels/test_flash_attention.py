@@ -274,10 +274,10 @@ def test_cudnn_says_why_it_refuses(change: dict, dtype: jnp.dtype, message: str)
 def test_cudnn_needs_hopper_for_wide_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pallas_kernels._platform.why_not_gpu", lambda: None)
     monkeypatch.setattr("pallas_kernels._platform.compute_capability", lambda: (8, 0))
-    wide, narrow = (jax.ShapeDtypeStruct((2, 16, 4, width), jnp.bfloat16) for width in (256, 128))
+    wide, narrow = (jax.ShapeDtypeStruct((2, 16, 4, width), jnp.bfloat16) for width in (160, 128))
     assert explain(wide, wide) == (
-        "flash_attention: xla (cudnn refuses: head width 256 needs compute capability (9, 0); this GPU has (8, 0); "
-        "mosaic_gpu refuses: the head width must be one of (64, 128), and is 256)"
+        "flash_attention: xla (cudnn refuses: head width 160 needs compute capability (9, 0); this GPU has (8, 0); "
+        "mosaic_gpu refuses: the head width must be one of (64, 96, 128, 256), and is 160)"
     )
     assert explain(narrow, narrow) == "flash_attention: cudnn"
     assert "can leave a query without a key" in explain(narrow, narrow, own_ids=True)

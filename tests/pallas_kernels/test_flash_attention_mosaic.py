@@ -137,6 +137,22 @@ def test_interpreted_kernels(name):
     assert not np.asarray(got[0], np.float32)[:, ~seen.any(1)].any()
 
 
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("width", mosaic_gpu.WIDTHS)
+def test_the_kernels_of_the_gpu_lower(width, deterministic):
+    """What the interpreter cannot run: products from registers, sums in place, adding copies."""
+    q, k = (jax.ShapeDtypeStruct((1, 256, heads, width), jnp.bfloat16) for heads in (4, 2))
+    sinks = jax.ShapeDtypeStruct((4,), jnp.float32)
+
+    def gradients(q, k, v, sinks, dout):
+        options = {"causal": True, "window": 100, "segment_ids": None, "scale": 0.1, "deterministic": deterministic}
+        return jax.vjp(lambda *args: mosaic_gpu.forward(*args[:3], sinks=args[3], **options), q, k, v, sinks)[1](dout)
+
+    lowered = jax.jit(gradients).trace(q, k, k, sinks, q).lower(lowering_platforms=("cuda",)).as_text()
+    fused = not deterministic and width in mosaic_gpu.FUSED_WIDTHS
+    assert lowered.count("@mosaic_gpu_v2") == (2 if fused else 3)
+
+
 def test_ranges_hold_every_visible_tile_and_clear_ones_are_clear():
     rng = np.random.default_rng(0)
     for _ in range(40):
