@@ -1,0 +1,190 @@
+"""Compiles the Hopper kernels on a machine without a GPU: registers, spills, and what each inner loop consists of.
+
+Usage: python scripts/compile_hopper.py [NAME ...]        (kernels whose name begins so; default all)
+
+The CUDA plugin of the installed JAX, ptxas and nvdisasm come from PyPI into the cache folder on the first run (about
+600 MB unpacked); a C compiler builds the stand-in for the driver that the plugin asks for the device's kind. Nothing
+is run: what compiles here is checked and timed by scripts/check_gpu.py and pallas_kernels.bench on a GPU.
+"""
+
+from __future__ import annotations
+
+import collections
+import ctypes
+import functools
+import importlib.metadata
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from jaxlib.mlir import ir
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from pallas_kernels.flash_attention import mosaic_gpu
+
+CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "gymjax" / "hopper"
+WHEELS = (
+    "jax-cuda13-plugin=={jax}",
+    "jax-cuda13-pjrt=={jax}",
+    "nvidia-cuda-nvcc",
+    "nvidia-nvvm",
+    "nvidia-cuda-nvdisasm",
+)
+COUNTED = ("HGMMA", "MUFU", "FFMA", "FMUL", "FADD", "FMNMX", "F2FP", "LDS", "STS", "STSM", "LDL", "STL", "R2UR", "BAR")
+
+# What the plugin asks of a driver: a device of compute capability 9.0 (attributes 75 and 76) that takes any program.
+DRIVER = """
+int cuInit(unsigned f) { return 0; }
+int cuDriverGetVersion(int *v) { *v = 13000; return 0; }
+int cuDeviceGet(int *d, int n) { *d = 0; return 0; }
+int cuDeviceGetCount(int *n) { *n = 1; return 0; }
+int cuCtxGetDevice(int *d) { *d = 0; return 0; }
+int cuCtxGetCurrent(void **c) { *c = (void *)1; return 0; }
+int cuDeviceGetAttribute(int *v, int a, int d) { *v = a == 75 ? 9 : 0; return 0; }
+int cuGetErrorName(int e, const char **s) { *s = ""; return 0; }
+int cuGetErrorString(int e, const char **s) { *s = ""; return 0; }
+int cuModuleLoadData(void **m, const void *i) { *m = (void *)1; return 0; }
+int cuModuleGetFunction(void **f, void *m, const char *n) { *f = (void *)1; return 0; }
+int cuFuncSetAttribute(void *f, int a, int v) { return 0; }
+int cuModuleUnload(void *m) { return 0; }
+"""
+
+
+def tools() -> Path:
+    """The cache folder, filled on first use."""
+    done = CACHE / f"jax-{jax.__version__}"
+    if done.exists():
+        return CACHE
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        names = [wheel.format(jax=importlib.metadata.version("jax")) for wheel in WHEELS]
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+        subprocess.run([*command, "--dest", folder, *names], check=True)
+        for wheel in Path(folder).glob("*.whl"):
+            zipfile.ZipFile(wheel).extractall(CACHE)
+        driver = Path(folder) / "driver.c"
+        driver.write_text(DRIVER)
+        subprocess.run(["cc", "-shared", "-fPIC", "-o", str(CACHE / "libcuda.so.1"), str(driver)], check=True)
+    for program in CACHE.glob("nvidia/*/bin/*"):
+        program.chmod(0o755)
+    for program in CACHE.glob("nvidia/*/nvvm/bin/*"):
+        program.chmod(0o755)
+    done.touch()
+    return CACHE
+
+
+def modules(function, *args) -> list[bytes]:
+    """The Mosaic modules of a function lowered for CUDA, in the order of the program."""
+    lowered = jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).compiler_ir("stablehlo")
+    found = []
+
+    def look(op):
+        attributes = op.operation.attributes
+        if op.operation.name == "stablehlo.custom_call" and "mosaic_gpu" in str(attributes["call_target_name"]):
+            found.append(bytes(attributes["mhlo.backend_config"]["module"].value_bytes))
+        return ir.WalkResult.ADVANCE
+
+    lowered.operation.walk(look)
+    return found
+
+
+def assembly(module: bytes) -> str:
+    """PTX of a Mosaic module, by a process of its own: the plugin's compiler does not survive its host's LLVM."""
+    cache = tools()
+    root = next(cache.glob("nvidia/*/bin/ptxas")).parent.parent
+    nowhere = {"MOSAIC_GPU_NVSHMEM_BC_PATH": "none", "MOSAIC_GPU_NVSHMEM_SO_PATH": "none", "MOSAIC_GPU_DUMP_PTX": "1"}
+    runtime = cache / "jax_cuda13_plugin" / "libmosaic_gpu_runtime.so"
+    environment = {"MOSAIC_GPU_CUDA_ROOT": str(root), "MOSAIC_GPU_RUNTIME_LIB_PATH": str(runtime)}
+    environment |= {"LD_LIBRARY_PATH": str(cache)} | nowhere
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(module)
+        file.flush()
+        command = [sys.executable, __file__, "--module", file.name]
+        done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
+    if ".version" not in done.stdout:
+        raise RuntimeError(f"Mosaic made no PTX: {done.stderr[-2000:]}")
+    return done.stdout[done.stdout.index(".version") :]
+
+
+def print_ptx(path: str) -> None:
+    """Compiles one module in this process; the plugin prints its PTX."""
+    plugin = ctypes.CDLL(str(CACHE / "jax_plugins" / "xla_cuda13" / "xla_cuda_plugin.so"))
+    plugin.MosaicGpuCompile.argtypes = [ctypes.c_char_p, ctypes.c_int]
+    plugin.MosaicGpuCompile.restype = ctypes.c_void_p
+    module = Path(path).read_bytes()
+    plugin.MosaicGpuCompile(module, len(module))
+    ctypes.CDLL(None).fflush(None)
+    os._exit(0)  # its destructors are what does not survive
+
+
+def report(ptx: str) -> list[str]:
+    """ptxas' words on a program, and each inner loop with tensor-core instructions: its length and what is in it."""
+    with tempfile.TemporaryDirectory() as folder:
+        source, binary = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
+        source.write_text(ptx)
+        ptxas, nvdisasm = (str(next(tools().glob(f"nvidia/*/bin/{name}"))) for name in ("ptxas", "nvdisasm"))
+        command = [ptxas, "-v", "-O3", "-arch=sm_90a", str(source), "-o", str(binary)]
+        said = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+        listing = subprocess.run([nvdisasm, "-c", str(binary)], check=True, capture_output=True, text=True).stdout
+    numbers = re.findall(r"Used \d+ registers|\d+ bytes spill \w+", said)
+    warnings = [line for line in said.splitlines() if "warning" in line or "serialized" in line]
+    return [", ".join(numbers), *warnings, *(f"  {line}" for line in loops(listing))]
+
+
+def loops(listing: str) -> list[str]:
+    """The innermost loops of a disassembly that use the tensor cores."""
+    labels, code, found = {}, [], []
+    for line in listing.splitlines():
+        if label := re.match(r"(\.L_x_\d+):", line):
+            labels[label[1]] = len(code)
+        elif instruction := re.search(r"/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\w+\s+)?(.*?);", line):
+            code.append(instruction[1])
+            back = re.search(r"BRA.*`\((\.L_x_\d+)\)", instruction[1])
+            if back and back[1] in labels:
+                found.append((labels[back[1]], len(code)))
+    inner = [a for a in found if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in found if _products(code, b))]
+    lines = []
+    for begin, end in inner:
+        counts = collections.Counter(instruction.split()[0].split(".")[0] for instruction in code[begin:end])
+        if counts["HGMMA"]:
+            lines.append(f"loop of {end - begin}: " + ", ".join(f"{n} {counts[n]}" for n in COUNTED if counts[n]))
+    return lines
+
+
+def _products(code: list[str], span: tuple[int, int]) -> bool:
+    return any(instruction.startswith("HGMMA") for instruction in code[span[0] : span[1]])
+
+
+def attention(width: int, deterministic: bool, softcap: float | None):
+    """Gradients of attention at a length of several tiles, and their arguments."""
+    q, k = (jax.ShapeDtypeStruct((1, 1024, heads, width), jnp.bfloat16) for heads in (8, 2))
+    options = {"causal": True, "window": None, "segment_ids": None, "scale": width**-0.5}
+    attend = functools.partial(mosaic_gpu.forward, deterministic=deterministic, softcap=softcap, **options)
+    return (lambda q, k, v, dout: jax.vjp(attend, q, k, v)[1](dout)), (q, k, k, q)
+
+
+def main(wanted: list[str]) -> None:
+    """Prints the report of every kernel of every case."""
+    for width in mosaic_gpu.WIDTHS:
+        for deterministic in (True, False) if width in mosaic_gpu.FUSED_WIDTHS else (True,):
+            for softcap in (None, 30.0):
+                names = ("forward", "dkv", "dq") if deterministic else ("forward", "fused")
+                function, args = attention(width, deterministic, softcap)
+                cases = [f"attention-D{width}{'-softcap' if softcap else ''}-{name}" for name in names]
+                skip = 0 if deterministic else 1  # its forward is the same
+                for case, module in list(zip(cases, modules(function, *args), strict=True))[skip:]:
+                    if not wanted or any(case.startswith(name) for name in wanted):
+                        print(case, *report(assembly(module)), sep="\n  ", flush=True)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--module"]:
+        print_ptx(sys.argv[2])
+    main(sys.argv[1:])
