@@ -24,3 +24,8 @@ def compute_capability() -> tuple[int, int] | None:
         return None
     major, minor = _default_device().compute_capability.split(".")
     return int(major), int(minor)
+
+
+def multiprocessors() -> int:
+    """Return how many multiprocessors the default GPU has; an H100's or H200's 132 without a GPU."""
+    return 132 if why_not_gpu() is not None else int(_default_device().core_count)

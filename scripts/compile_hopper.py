@@ -20,6 +20,7 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -82,7 +83,7 @@ def tools() -> Path:
 
 def modules(function, *args) -> list[bytes]:
     """The Mosaic modules of a function lowered for CUDA, in the order of the program."""
-    lowered = jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).compiler_ir("stablehlo")
+    lowered: Any = jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).compiler_ir("stablehlo")
     found = []
 
     def look(op):

@@ -96,6 +96,12 @@ def query_tiles(lo: Array, hi: Array, keys: int, block_q: int, block_kv: int) ->
     return jax.vmap(of_row)(lo, hi)
 
 
+def longest_first(ranges: Int[Array, "B Q 4"], batch: int) -> Int[Array, " BQ"]:
+    """Every tile of every row as row * Q + tile, those with most to visit first; `ranges` may serve all rows."""
+    visits = jnp.broadcast_to(ranges[..., 3] - ranges[..., 0], (batch, ranges.shape[1]))
+    return jnp.argsort(-visits.reshape(-1), stable=True).astype(jnp.int32)
+
+
 def _ranges(begin: Array, clear_begin: Array, clear_end: Array, end: Array) -> Array:
     clear_begin = jnp.clip(clear_begin, begin, end)
     clear_end = jnp.clip(clear_end, clear_begin, end)

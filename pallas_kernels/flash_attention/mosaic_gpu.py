@@ -107,7 +107,9 @@ def _attend(q, k, v, lo, hi, sinks, form: Form):
 
 
 def _attend_fwd(q, k, v, lo, hi, sinks, form: Form):
-    tiles = ForwardTiles(block_kv=64 if q.shape[-1] > 128 else 128, staged=form.staged)
+    tiles = ForwardTiles(block_kv=64, items=1) if q.shape[-1] > 128 else ForwardTiles()
+    if form.staged:  # few blocks, so that the interpreter meets one with several items
+        tiles = dataclasses.replace(tiles, staged=True, blocks=2)
     out, lse = forward_tiles(q, k, v, lo, hi, sinks, scores=form.scores, tiles=tiles)
     out, lse = checkpoint_name(out, OUT_NAME), checkpoint_name(lse, LSE_NAME)
     return out, (q, k, v, lo, hi, sinks, out, lse)

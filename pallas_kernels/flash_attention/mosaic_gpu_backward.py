@@ -205,7 +205,7 @@ def backward_dkv(q, k, v, dout, lse, delta, lo, hi, *, scores: Scores, tiles: Ba
         ),
         *(q, k, v, dout, lse, delta, lo, hi, ranges),
         out_type=[k, v],
-        grid=(kv_heads, keys // rows, batch),
+        grid={"heads": kv_heads, "tiles": keys // rows, "batch": batch},
     )
 
 
@@ -324,5 +324,5 @@ def backward_dq(q, k, v, dout, lse, delta, lo, hi, *, scores: Scores, tiles: Bac
         ),
         *(q, k, v, dout, lse, delta, lo, hi, ranges),
         out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
-        grid=(heads, tokens // rows, batch),
+        grid={"heads": heads, "tiles": tokens // rows, "batch": batch},
     )

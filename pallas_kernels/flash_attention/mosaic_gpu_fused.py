@@ -200,7 +200,7 @@ def backward_fused(q, k, v, dout, lse, delta, lo, hi, *, scores: Scores, tiles: 
             jax.lax.empty(k.shape, k.dtype),
             jax.lax.empty(v.shape, v.dtype),
         ),
-        grid=(kv_heads, keys // rows, batch),
+        grid={"heads": kv_heads, "tiles": keys // rows, "batch": batch},
     )
     dq = dq.sum(0) if tiles.staged else dq
     return (dq * scores.scale).astype(q.dtype), dk, dv

@@ -120,14 +120,14 @@ def drain(visits, stages: int, *free) -> None:
     lax.fori_loop(jnp.maximum(visits - stages, 0), visits, wait, None)
 
 
-def launch(kernel, scratch_types, *args, out_type, grid: tuple[int, int, int]):
-    """Runs `kernel(refs, scratch)` with the compute warpgroups and their feeder on a grid of (heads, tiles, batch)."""
+def launch(kernel, scratch_types, *args, out_type, grid: dict[str, int]):
+    """Runs `kernel(refs, scratch)` with the compute warpgroups and their feeder on a grid of named axes."""
     return plgpu.kernel(_entry(kernel, scratch_types), out_type=out_type, compiler_params=_FAST, **_threads(grid))(
         *args
     )
 
 
-def launch_in_place(kernel, scratch_types, *args, out: tuple, grid: tuple[int, int, int]):
+def launch_in_place(kernel, scratch_types, *args, out: tuple, grid: dict[str, int]):
     """As `launch`, for outputs that the kernel adds to: `out` holds their first values."""
 
     def run(refs):
@@ -146,10 +146,10 @@ def _entry(kernel, scratch_types):
     return entry
 
 
-def _threads(grid: tuple[int, int, int]) -> dict[str, Any]:
+def _threads(grid: dict[str, int]) -> dict[str, Any]:
     return {
-        "grid": grid,
-        "grid_names": ("heads", "tiles", "batch"),
+        "grid": tuple(grid.values()),
+        "grid_names": tuple(grid),
         "num_threads": WARPGROUPS + 1,
         "thread_name": "warpgroup",
     }
