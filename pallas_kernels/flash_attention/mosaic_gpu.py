@@ -14,6 +14,7 @@ from pallas_kernels.flash_attention.mosaic_gpu_backward import BackwardTiles, ba
 from pallas_kernels.flash_attention.mosaic_gpu_forward import ForwardTiles, forward_tiles
 from pallas_kernels.flash_attention.mosaic_gpu_fused import backward_fused
 from pallas_kernels.flash_attention.mosaic_gpu_tiles import LOG2E, Scores
+from pallas_kernels.flash_attention.splitting import split_work
 
 WIDTHS = (64, 96, 128, 256)
 FUSED_WIDTHS = (64, 128)  # of the fused backward: others have no tile that fits registers and swizzles
@@ -48,8 +49,6 @@ def refuses(
         return _platform.why_not_gpu()
     if capability[0] != 9:
         return f"it needs Hopper (compute capability 9.0); this GPU has {capability}"
-    if jax.device_count() > 1 and not jax.sharding.get_abstract_mesh().manual_axes:
-        return "on several devices it must run inside shard_map, as XLA cannot split it"
     return None
 
 
@@ -110,7 +109,9 @@ def _attend_fwd(q, k, v, lo, hi, sinks, form: Form):
     tiles = ForwardTiles(block_kv=64, items=1) if q.shape[-1] > 128 else ForwardTiles()
     if form.staged:  # few blocks, so that the interpreter meets one with several items
         tiles = dataclasses.replace(tiles, staged=True, blocks=2)
-    out, lse = forward_tiles(q, k, v, lo, hi, sinks, scores=form.scores, tiles=tiles)
+    kernel = functools.partial(forward_tiles, scores=form.scores, tiles=tiles)
+    spec = "BTNH,BSKH,BSKH,BT,BT" + ("" if sinks is None else ",N") + "->BTNH,BNT"
+    out, lse = split_work(kernel, spec, q, k, v, lo, hi, *([] if sinks is None else [sinks]))
     out, lse = checkpoint_name(out, OUT_NAME), checkpoint_name(lse, LSE_NAME)
     return out, (q, k, v, lo, hi, sinks, out, lse)
 
@@ -118,18 +119,23 @@ def _attend_fwd(q, k, v, lo, hi, sinks, form: Form):
 def _attend_bwd(form: Form, residuals, dout):
     q, k, v, lo, hi, sinks, out, lse = residuals
     delta = jnp.einsum("BTNH,BTNH->BNT", out, dout, preferred_element_type=jnp.float32)
-    inputs, width = (q, k, v, dout, lse, delta, lo, hi), q.shape[-1]
-    if form.deterministic:
-        tiles = BackwardTiles(split_width=width > 128, staged=form.staged)
-        dk, dv = backward_dkv(*inputs, scores=form.scores, tiles=tiles)
-        tiles = BackwardTiles(stages=1 if width > 128 else 2, staged=form.staged)
-        dq = backward_dq(*inputs, scores=form.scores, tiles=tiles)
-    else:
-        tiles = BackwardTiles(stream=128 if width == 64 else 64, staged=form.staged)
-        dq, dk, dv = backward_fused(*inputs, scores=form.scores, tiles=tiles)
+    kernels = functools.partial(_backward, form)
+    spec = "BTNH,BSKH,BSKH,BTNH,BNT,BNT,BT,BT->BTNH,BSKH,BSKH"
+    dq, dk, dv = split_work(kernels, spec, q, k, v, dout, lse, delta, lo, hi)
     # A sink is a key whose value is 0: its weight p gives the gradient p * (0 - delta) of its score.
     dsinks = None if sinks is None else -jnp.sum(jnp.exp2(sinks[:, None] * LOG2E - lse) * delta, axis=(0, 2))
     return dq, dk, dv, None, None, dsinks
+
+
+def _backward(form: Form, *inputs):
+    width = inputs[0].shape[-1]
+    if not form.deterministic:
+        tiles = BackwardTiles(stream=128 if width == 64 else 64, staged=form.staged)
+        return backward_fused(*inputs, scores=form.scores, tiles=tiles)
+    tiles = BackwardTiles(split_width=width > 128, staged=form.staged)
+    dk, dv = backward_dkv(*inputs, scores=form.scores, tiles=tiles)
+    tiles = BackwardTiles(stages=1 if width > 128 else 2, staged=form.staged)
+    return backward_dq(*inputs, scores=form.scores, tiles=tiles), dk, dv
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)

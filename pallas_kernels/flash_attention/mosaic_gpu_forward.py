@@ -58,7 +58,7 @@ class ForwardTiles:
     staged: bool = False
 
 
-def forward_tiles(q, k, v, lo, hi, sinks, *, scores: Scores, tiles: ForwardTiles):
+def forward_tiles(q, k, v, lo, hi, sinks=None, *, scores: Scores, tiles: ForwardTiles):
     """Attends within row bounds.
 
     Args:
