@@ -30,16 +30,7 @@ def split_work(function: Callable, spec: str, *operands: Array) -> Any:
         The results, one or a tuple as the spec has them.
     """
     ins, outs = (tuple(part.split(",")) for part in spec.split("->"))
-    sizes = {letter: size for axes, x in zip(ins, operands, strict=True) for letter, size in zip(axes, x.shape)}
-    rule, whole = _rule(ins, outs, [x.shape for x in operands])
-    partitioned = custom_partitioning(lambda *args: function(*args))
-    partitioned.def_partition(
-        lambda mesh, args, results: _partition(function, mesh, args, results, ins, outs, sizes["K"]),
-        sharding_rule=rule,
-        need_replication_factors=whole,
-        g=sizes["N"] // sizes["K"],
-    )
-    batched = custom_vmap(partitioned)
+    batched = custom_vmap(function if jax.device_count() == 1 else _partitioned(function, ins, outs, operands))
 
     @batched.def_vmap
     def _more_rows(size: int, mapped: list[bool], *operands):
@@ -56,6 +47,20 @@ def split_work(function: Callable, spec: str, *operands: Array) -> Any:
         return results, jax.tree.map(lambda _: True, results)
 
     return batched(*operands)
+
+
+def _partitioned(function: Callable, ins, outs, operands) -> Callable:
+    """The function as a call that XLA may split over devices."""
+    sizes = {letter: size for axes, x in zip(ins, operands, strict=True) for letter, size in zip(axes, x.shape)}
+    rule, whole = _rule(ins, outs, [x.shape for x in operands])
+    partitioned = custom_partitioning(lambda *args: function(*args))
+    partitioned.def_partition(
+        lambda mesh, args, results: _partition(function, mesh, args, results, ins, outs, sizes["K"]),
+        sharding_rule=rule,
+        need_replication_factors=whole,
+        g=sizes["N"] // sizes["K"],
+    )
+    return partitioned
 
 
 def _fold(x: Array, size: int, mapped: bool, axes: str, rows: int) -> Array:
