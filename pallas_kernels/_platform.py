@@ -1,5 +1,7 @@
 """What the default device is, for implementations that need a GPU."""
 
+import importlib.metadata
+
 import jax
 
 
@@ -29,3 +31,20 @@ def compute_capability() -> tuple[int, int] | None:
 def multiprocessors() -> int:
     """Return how many multiprocessors the default GPU has; an H100's or H200's 132 without a GPU."""
     return 132 if why_not_gpu() is not None else int(_default_device().core_count)
+
+
+def miscompiles() -> str | None:
+    """Return why the assembler of the installed CUDA 12 is not to be trusted with Hopper kernels, or None.
+
+    ptxas of CUDA 12.8.0 to 12.9.0 miscompiles kernels of this kind (JAX's own attention kernel refuses the same
+    versions); the first that does not is 12.9.1, whose package has version 12.9.86.
+    """
+    try:
+        version = importlib.metadata.version("nvidia-cuda-nvcc-cu12")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    if not (12, 8) <= tuple(int(part) for part in version.split(".")[:3]) < (12, 9, 86):
+        return None
+    return (
+        f"ptxas of CUDA 12.8.0 to 12.9.0 miscompiles it; nvidia-cuda-nvcc-cu12 is {version}, install 12.9.86 or newer"
+    )

@@ -49,7 +49,7 @@ def refuses(
         return _platform.why_not_gpu()
     if capability[0] != 9:
         return f"it needs Hopper (compute capability 9.0); this GPU has {capability}"
-    return None
+    return _platform.miscompiles()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,6 +5,7 @@ both through shared memory. What the real kernels' schedule adds is checked on t
 """
 
 import dataclasses
+import importlib.metadata
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -214,3 +215,21 @@ def test_hopper_picks_ours_for_packed_rows_and_cudnn_for_others(monkeypatch):
     assert explain(q, q) == "flash_attention: cudnn"
     monkeypatch.setattr("pallas_kernels._platform.compute_capability", lambda: (8, 0))
     assert explain(q, q, packed=True).startswith("flash_attention: cudnn (mosaic_gpu refuses: it needs Hopper")
+
+
+@pytest.mark.parametrize(
+    ("version", "refused"),
+    [("12.6.85", False), ("12.8.61", True), ("12.8.93", True), ("12.9.41", True), ("12.9.86", False), (None, False)],
+)
+def test_an_assembler_that_miscompiles_is_refused(version, refused, monkeypatch):
+    def installed(name):
+        if version is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version
+
+    monkeypatch.setattr("importlib.metadata.version", installed)
+    monkeypatch.setattr("pallas_kernels._platform.compute_capability", lambda: (9, 0))
+    q = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.bfloat16)
+    said = explain(q, q, packed=True)
+    assert (said == "flash_attention: mosaic_gpu") is not refused
+    assert not refused or f"nvidia-cuda-nvcc-cu12 is {version}, install 12.9.86 or newer" in said
