@@ -168,7 +168,7 @@ def attention(width: int, deterministic: bool, softcap: float | None):
     q, k = (jax.ShapeDtypeStruct((1, 1024, heads, width), jnp.bfloat16) for heads in (8, 2))
     options = {"causal": True, "window": None, "segment_ids": None, "scale": width**-0.5}
     attend = functools.partial(mosaic_gpu.forward, deterministic=deterministic, softcap=softcap, **options)
-    return (lambda q, k, v, dout: jax.vjp(attend, q, k, v)[1](dout)), (q, k, k, q)
+    return (lambda q, k, v, dout: jax.vjp(lambda *qkv: attend(*qkv)[0], q, k, v)[1](dout)), (q, k, k, q)
 
 
 def main(wanted: list[str]) -> None:

@@ -1,6 +1,7 @@
 """Public attention: argument checks and the choice of implementation."""
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +25,9 @@ def flash_attention(
     softcap: float | None = None,
     sinks: Float[Array, " N"] | None = None,
     deterministic: bool = True,
+    return_lse: bool = False,
     implementation: Implementation | None = None,
-) -> Float[Array, "B T N H"]:
+) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
     """Softmax attention; N query heads share K key heads in groups of N/K, and k and v are never repeated.
 
     `softmax(mask(cap * tanh(q @ k.T * scale / cap))) @ v`, scores and softmax in f32, returned in q.dtype.
@@ -48,11 +50,13 @@ def flash_attention(
         sinks: score of each head's sink, in the unit of the scaled scores, any float dtype; not bounded by softcap.
         deterministic: whether mosaic_gpu's backward must give the same bits in every run; without, widths 64 and 128
             form their gradients in one pass with fewer products. cuDNN's backward never promises it.
+        return_lse: whether to return the logarithm of each softmax's denominator too, f32, -inf where there is nothing
+            to see; by it, results over parts of the keys can be joined. It may be differentiated.
         implementation: "mosaic_gpu", "cudnn", "xla", or None: the first that accepts the arguments on this device, in
             this order on packed rows, with cuDNN first on others.
 
     Returns:
-        The attended values, in q's shape and dtype.
+        The attended values, in q's shape and dtype; with return_lse (values, lse).
 
     Raises:
         ValueError: shapes, dtypes or options do not fit together; the message holds both values.
@@ -65,21 +69,21 @@ def flash_attention(
         )
     _check_segments(q, k, segment_ids, kv_segment_ids)
     packed, own_ids = segment_ids is not None, kv_segment_ids is not None
-    refusals = _refusals(q, k, causal, packed, own_ids, scale, softcap, sinks is not None)
+    refusals = _refusals(q, k, causal, packed, own_ids, scale, softcap, sinks is not None, return_lse)
     name = _dispatch.choose("flash_attention", implementation, refusals)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     if segment_ids is not None and kv_segment_ids is None:
         segment_ids = number_documents(segment_ids)
-    if name == "mosaic_gpu":
-        options = {"softcap": softcap, "sinks": sinks, "deterministic": deterministic}
-        return mosaic_gpu.forward(
-            q, k, v, causal=causal, window=window, segment_ids=segment_ids, scale=scale, **options
-        )
+    options: dict[str, Any] = {"causal": causal, "window": window, "segment_ids": segment_ids, "scale": scale}
     if name == "cudnn":
-        return cudnn.forward(q, k, v, causal=causal, window=window, segment_ids=segment_ids, scale=scale)
-    kv_segment_ids = segment_ids if kv_segment_ids is None else kv_segment_ids
-    options = {"segment_ids": segment_ids, "kv_segment_ids": kv_segment_ids, "scale": scale, "softcap": softcap}
-    return reference.forward(q, k, v, causal=causal, window=window, sinks=sinks, **options)
+        return cudnn.forward(q, k, v, **options)
+    options |= {"softcap": softcap, "sinks": sinks}
+    if name == "mosaic_gpu":
+        out, lse = mosaic_gpu.forward(q, k, v, **options, deterministic=deterministic)
+    else:
+        kv_segment_ids = segment_ids if kv_segment_ids is None else kv_segment_ids
+        out, lse = reference.forward(q, k, v, **options, kv_segment_ids=kv_segment_ids)
+    return (out, lse) if return_lse else out
 
 
 def explain(
@@ -97,7 +101,7 @@ def explain(
 
     `packed` tells whether segment_ids would be given, `own_ids` whether kv_segment_ids would, `sinks` whether sinks.
     """
-    refusals = _refusals(q, k, causal, packed, own_ids, scale, softcap, sinks)
+    refusals = _refusals(q, k, causal, packed, own_ids, scale, softcap, sinks, False)
     return _dispatch.explain("flash_attention", refusals)
 
 
@@ -110,9 +114,11 @@ def _refusals(
     scale: float | None,
     softcap: float | None,
     sinks: bool,
+    lse: bool,
 ) -> _dispatch.Refusals:
     shared = {"own_ids": own_ids, "scale": scale, "softcap": softcap}
-    ours, nvidias = mosaic_gpu.refuses(q, k, **shared), cudnn.refuses(q, k, causal=causal, sinks=sinks, **shared)
+    ours = mosaic_gpu.refuses(q, k, **shared)
+    nvidias = cudnn.refuses(q, k, causal=causal, sinks=sinks, lse=lse, **shared)
     if packed:  # cuDNN's mask would be T * T
         return {"mosaic_gpu": ours, "cudnn": nvidias, "xla": None}
     return {"cudnn": nvidias, "mosaic_gpu": ours, "xla": None}

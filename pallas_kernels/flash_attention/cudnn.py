@@ -18,11 +18,12 @@ def refuses(
     scale: float | None,
     softcap: float | None,
     sinks: bool,
+    lse: bool,
 ) -> str | None:
     """Return why cuDNN cannot do these arguments on the default device, or None.
 
     `own_ids` tells whether the keys have segment ids of their own instead of sharing the queries', `sinks`
-    whether heads have sinks.
+    whether heads have sinks, `lse` whether the log-sum-exp is asked for.
     """
     width = q.shape[-1]
     if q.dtype not in (jnp.bfloat16, jnp.float16):
@@ -35,6 +36,8 @@ def refuses(
         return f"its causal mask lines up the first tokens, so T must equal S; T is {q.shape[1]} and S is {k.shape[1]}"
     if sinks:
         return "it has no sinks, and sinks are given"
+    if lse:
+        return "its log-sum-exp has no gradient, and return_lse is set"
     if own_ids:
         return "keys with segment ids of their own can leave a query without a key, which it does not define"
     if isinstance(scale, jax.Array):

@@ -13,8 +13,8 @@ from pallas_kernels.flash_attention.bounds import pad_bounds, row_bounds
 from pallas_kernels.flash_attention.mosaic_gpu_backward import BackwardTiles, backward_dkv, backward_dq
 from pallas_kernels.flash_attention.mosaic_gpu_forward import ForwardTiles, forward_tiles
 from pallas_kernels.flash_attention.mosaic_gpu_fused import backward_fused
+from pallas_kernels.flash_attention.mosaic_gpu_splitting import split_work
 from pallas_kernels.flash_attention.mosaic_gpu_tiles import LOG2E, Scores
-from pallas_kernels.flash_attention.splitting import split_work
 
 WIDTHS = (64, 96, 128, 256)
 FUSED_WIDTHS = (64, 128)  # of the fused backward: others have no tile that fits registers and swizzles
@@ -81,8 +81,8 @@ def forward(
     sinks: Float[Array, " N"] | None = None,
     deterministic: bool = True,
     staged: bool = False,
-) -> Float[Array, "B T N H"]:
-    """Attend; differentiable. Memory grows with T: masks are two integers a row.
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
+    """Attend; returns (out, lse), differentiable in both. Memory grows with T: masks are two integers a row.
 
     `deterministic` and `staged` are Form's; the fused backward has FUSED_WIDTHS only.
     """
@@ -92,7 +92,9 @@ def forward(
     lo, hi = pad_bounds(lo, hi, q.shape[1], keys)
     sinks = None if sinks is None else sinks.astype(jnp.float32)
     form = Form(Scores(scale, softcap), deterministic or q.shape[-1] not in FUSED_WIDTHS, staged)
-    return _attend(q, k, v, lo, hi, sinks, form)[:, :tokens]
+    out, lse = _attend(q, k, v, lo, hi, sinks, form)
+    lse = jnp.where(jnp.isposinf(lse), -jnp.inf, lse / LOG2E)
+    return out[:, :tokens], lse[..., :tokens]
 
 
 def _pad(x: Array) -> Array:
@@ -113,12 +115,14 @@ def _attend_fwd(q, k, v, lo, hi, sinks, form: Form):
     spec = "BTNH,BSKH,BSKH,BT,BT" + ("" if sinks is None else ",N") + "->BTNH,BNT"
     out, lse = split_work(kernel, spec, q, k, v, lo, hi, *([] if sinks is None else [sinks]))
     out, lse = checkpoint_name(out, OUT_NAME), checkpoint_name(lse, LSE_NAME)
-    return out, (q, k, v, lo, hi, sinks, out, lse)
+    return (out, lse), (q, k, v, lo, hi, sinks, out, lse)
 
 
-def _attend_bwd(form: Form, residuals, dout):
+def _attend_bwd(form: Form, residuals, cotangents):
     q, k, v, lo, hi, sinks, out, lse = residuals
-    delta = jnp.einsum("BTNH,BTNH->BNT", out, dout, preferred_element_type=jnp.float32)
+    dout, dlse = cotangents
+    # The log-sum-exp's gradient by a score is its weight p: it joins what p is multiplied with. (lse is in base 2.)
+    delta = jnp.einsum("BTNH,BTNH->BNT", out, dout, preferred_element_type=jnp.float32) - dlse * LOG2E
     kernels = functools.partial(_backward, form)
     spec = "BTNH,BSKH,BSKH,BTNH,BNT,BNT,BT,BT->BTNH,BSKH,BSKH"
     dq, dk, dv = split_work(kernels, spec, q, k, v, dout, lse, delta, lo, hi)

@@ -22,8 +22,8 @@ def forward(
     scale: float,
     softcap: float | None,
     sinks: Float[Array, " N"] | None = None,
-) -> Float[Array, "B T N H"]:
-    """Attend; rows that may see no key give exactly 0 and pass no gradient."""
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
+    """Attend; returns (out, lse). Rows that may see no key give exactly 0 and pass no gradient."""
     batch, tokens, heads, width = q.shape
     keys, kv_heads = k.shape[1], k.shape[2]
     # A key head's queries lie in one matrix and the mask is added: on CPUs thrice as fast as 5-d products and where.
@@ -36,23 +36,31 @@ def forward(
     mask_BTS = attention_mask(tokens, keys, causal, window, segment_ids, kv_segment_ids)
     if mask_BTS is not None:
         scores_BKGTS += jnp.where(mask_BTS, 0.0, _MASKED)[:, None, None]
-    probs_BKGTS = _softmax(scores_BKGTS, sinks)
+    probs_BKGTS, lse_BNT = _softmax(scores_BKGTS, sinks)
     probs_BKXS = probs_BKGTS.astype(v.dtype).reshape(scores_BKXS.shape)
     out_BKXH = jnp.einsum("BKXS,BKSH->BKXH", probs_BKXS, v_BKSH)
     out_BTKGH = out_BKXH.reshape(batch, kv_heads, heads // kv_heads, tokens, width).transpose(0, 3, 1, 2, 4)
     if mask_BTS is not None and (segment_ids is not None or tokens > keys):  # else every row sees itself
-        out_BTKGH = jnp.where(jnp.any(mask_BTS, axis=-1)[:, :, None, None, None], out_BTKGH, 0)
-    return out_BTKGH.reshape(q.shape)
+        sees_BT = jnp.any(mask_BTS, axis=-1)
+        out_BTKGH = jnp.where(sees_BT[:, :, None, None, None], out_BTKGH, 0)
+        if sinks is None:
+            lse_BNT = jnp.where(sees_BT[:, None], lse_BNT, -jnp.inf)
+    return out_BTKGH.reshape(q.shape), lse_BNT
 
 
-def _softmax(scores_BKGTS: Float[Array, "B K G T S"], sinks: Float[Array, " N"] | None) -> Float[Array, "B K G T S"]:
-    """Softmax over keys, and over a score that stands for none of them where heads have sinks."""
-    if sinks is None:
-        return jax.nn.softmax(scores_BKGTS, axis=-1)
-    *heads, tokens, _ = scores_BKGTS.shape
-    sinks_KG11 = sinks.astype(jnp.float32).reshape(*heads[1:], 1, 1)
-    column_BKGT1 = jnp.broadcast_to(sinks_KG11, (*heads, tokens, 1))
-    return jax.nn.softmax(jnp.concatenate([scores_BKGTS, column_BKGT1], axis=-1), axis=-1)[..., :-1]
+def _softmax(
+    scores_BKGTS: Float[Array, "B K G T S"], sinks: Float[Array, " N"] | None
+) -> tuple[Float[Array, "B K G T S"], Float[Array, "B N T"]]:
+    """Softmax over keys, and over a score that stands for none of them where heads have sinks; and its denominator."""
+    batch, kv_heads, group, tokens, _ = scores_BKGTS.shape
+    if sinks is not None:
+        sinks_KG11 = sinks.astype(jnp.float32).reshape(kv_heads, group, 1, 1)
+        column_BKGT1 = jnp.broadcast_to(sinks_KG11, (batch, kv_heads, group, tokens, 1))
+        scores_BKGTS = jnp.concatenate([scores_BKGTS, column_BKGT1], axis=-1)
+    lse_BKGT = jax.nn.logsumexp(scores_BKGTS, axis=-1)
+    probs_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1)
+    probs_BKGTS = probs_BKGTS if sinks is None else probs_BKGTS[..., :-1]
+    return probs_BKGTS, lse_BKGT.reshape(batch, kv_heads * group, tokens)
 
 
 def attention_mask(

@@ -1,4 +1,4 @@
-"""Run by test_flash_attention_splitting.py with four simulated devices: how a split kernel call is shared out.
+"""Run by test_flash_attention.mosaic_gpu_splitting.py with four simulated devices: how a split kernel call is shared out.
 
 A plain attention stands for the kernel, which no simulated device runs; it notes the shapes it is called with.
 """
@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.flash_attention.splitting import split_work
+from pallas_kernels.flash_attention.mosaic_gpu_splitting import split_work
 
 SPEC = "BTNH,BSKH,BSKH,BT,BT,N->BTNH,BNT"
 calls = []

@@ -309,3 +309,35 @@ def test_wrong_arguments_are_named(shapes: tuple, options: dict, message: str) -
 def test_mixed_dtypes_are_named() -> None:
     with pytest.raises(ValueError, match="must share one floating-point dtype; got float32, bfloat16 and bfloat16"):
         flash_attention(jnp.zeros(Q), jnp.zeros(KV, jnp.bfloat16), jnp.zeros(KV, jnp.bfloat16))
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_log_sum_exp_joins_parts_of_the_keys_and_has_gradients(sinks, normal):
+    q, k, v, dout = normal(5, (1, 6, 2, 8), (1, 6, 1, 8), (1, 6, 1, 8), (1, 6, 2, 8))
+    scores = jnp.asarray([0.5, -1.0]) if sinks else None
+
+    def whole(q, k, v):
+        return flash_attention(q, k, v, causal=False, sinks=scores, return_lse=True)
+
+    def joined(q, k, v):
+        (a, lse_a), (b, lse_b) = (
+            flash_attention(q, k[:, part], v[:, part], causal=False, sinks=s, return_lse=True)
+            for part, s in ((slice(0, 2), scores), (slice(2, 6), None))
+        )
+        lse = jnp.logaddexp(lse_a, lse_b)
+        weight_a, weight_b = (jnp.exp(part - lse).swapaxes(1, 2)[..., None] for part in (lse_a, lse_b))
+        return a * weight_a + b * weight_b, lse
+
+    (out, lse), pull_back = jax.vjp(whole, q, k, v)
+    (out_2, lse_2), pull_back_2 = jax.vjp(joined, q, k, v)
+    np.testing.assert_allclose(out, out_2, atol=1e-6)  # f32 sums of 6 terms
+    np.testing.assert_allclose(lse, lse_2, atol=1e-6)
+    dlse = jnp.ones_like(lse)
+    for a, b in zip(pull_back((dout, dlse)), pull_back_2((dout, dlse)), strict=True):
+        np.testing.assert_allclose(a, b, atol=5e-6)
+
+
+def test_log_sum_exp_of_padding_is_minus_infinity():
+    q = jnp.ones((1, 4, 1, 8))
+    _, lse = flash_attention(q, q, q, segment_ids=jnp.asarray([[1, 1, 0, 0]]), return_lse=True)
+    np.testing.assert_array_equal(jnp.isneginf(lse[0, 0]), [False, False, True, True])

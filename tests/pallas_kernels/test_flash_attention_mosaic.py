@@ -18,12 +18,12 @@ from pallas_kernels.flash_attention.bounds import key_tiles, number_documents, q
 from pallas_kernels.flash_attention.reference import attention_mask
 
 
-def oracle(q, k, v, dout, seen, scale, softcap, sinks):
-    """Output and gradients of q, k, v and sinks in float64, from the definition, and their sizes; seen is (T, S).
+def oracle(q, k, v, dout, dlse, seen, scale, softcap, sinks):
+    """Output, log-sum-exp and gradients of q, k, v and sinks in float64, and their sizes; seen is (T, S).
 
     A sink's gradient is a sum over queries whose terms cancel: its size is that of the terms.
     """
-    q, k, v, dout = (np.asarray(x, np.float64) for x in (q, k, v, dout))
+    q, k, v, dout, dlse = (np.asarray(x, np.float64) for x in (q, k, v, dout, dlse))
     sinks = np.full(q.shape[2], -np.inf) if sinks is None else np.asarray(sinks, np.float64)
     group = q.shape[2] // k.shape[2]
     out, dq, dk, dv, dsinks = (
@@ -33,7 +33,7 @@ def oracle(q, k, v, dout, seen, scale, softcap, sinks):
         np.zeros_like(v),
         np.zeros(len(sinks)),
     )
-    terms = 0.0
+    lse, terms = np.zeros_like(dlse), 0.0
     for b in range(q.shape[0]):
         for n in range(q.shape[2]):
             keys, values = k[b, :, n // group], v[b, :, n // group]
@@ -46,9 +46,10 @@ def oracle(q, k, v, dout, seen, scale, softcap, sinks):
             p, sink = np.exp(score - top), np.exp(sinks[n] - top)
             total = np.maximum(p.sum(-1, keepdims=True) + sink, 1e-300)
             p, sink = p / total, sink / total
+            lse[b, n] = np.where(p.sum(-1) + sink[:, 0] > 0.5, np.log(total[:, 0]) + top[:, 0], -np.inf)
             out[b, :, n] = p @ values
             dp = dout[b, :, n] @ values.T
-            delta = (p * dp).sum(-1, keepdims=True)
+            delta = (p * dp).sum(-1, keepdims=True) - dlse[b, n][:, None]
             ds = p * (dp - delta) * slope * scale
             dq[b, :, n] = ds @ keys
             dk[b, :, n // group] += ds.T @ q[b, :, n]
@@ -58,7 +59,7 @@ def oracle(q, k, v, dout, seen, scale, softcap, sinks):
                 (sink[:, 0] * np.linalg.norm(out[b, :, n], axis=-1) * np.linalg.norm(dout[b, :, n], axis=-1)) ** 2
             ).sum()
     sizes = [*map(np.linalg.norm, (out, dq, dk, dv)), terms**0.5]
-    return zip((out, dq, dk, dv, dsinks), sizes, strict=True)
+    return lse, zip((out, dq, dk, dv, dsinks), sizes, strict=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,6 +112,7 @@ def test_interpreted_kernels(name):
         jax.random.normal(key, (1, length, heads, case.width), case.dtype)
         for key, (length, heads) in zip(draws, shapes, strict=True)
     )
+    dlse = jax.random.normal(jax.random.key(1), (1, case.heads, case.tokens))
     sinks = jnp.linspace(-1.0, 3.0, case.heads) if case.sinks else None
     ids = None
     if case.documents:
@@ -123,10 +125,11 @@ def test_interpreted_kernels(name):
     options |= {"softcap": case.softcap, "deterministic": case.deterministic}
 
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
-        out, back = jax.vjp(lambda q, k, v, s: mosaic_gpu.forward(q, k, v, sinks=s, **options), q, k, v, sinks)
-        got = jax.block_until_ready((out, *back(dout)))
+        (out, lse), back = jax.vjp(lambda q, k, v, s: mosaic_gpu.forward(q, k, v, sinks=s, **options), q, k, v, sinks)
+        got = jax.block_until_ready((out, *back((dout, dlse))))
 
-    exact = oracle(q, k, v, dout, seen, scale, case.softcap, sinks)
+    exact_lse, exact = oracle(q, k, v, dout, dlse, seen, scale, case.softcap, sinks)
+    np.testing.assert_allclose(lse, exact_lse, atol=1e-5)  # f32, from products of 16-bit numbers
     for ours, (truth, size) in zip(got, exact, strict=True):
         if ours is None:
             continue
@@ -147,7 +150,9 @@ def test_the_kernels_of_the_gpu_lower(width, deterministic):
 
     def gradients(q, k, v, sinks, dout):
         options = {"causal": True, "window": 100, "segment_ids": None, "scale": 0.1, "deterministic": deterministic}
-        return jax.vjp(lambda *args: mosaic_gpu.forward(*args[:3], sinks=args[3], **options), q, k, v, sinks)[1](dout)
+        return jax.vjp(lambda *args: mosaic_gpu.forward(*args[:3], sinks=args[3], **options)[0], q, k, v, sinks)[1](
+            dout
+        )
 
     lowered = jax.jit(gradients).trace(q, k, k, sinks, q).lower(lowering_platforms=("cuda",)).as_text()
     fused = not deterministic and width in mosaic_gpu.FUSED_WIDTHS
