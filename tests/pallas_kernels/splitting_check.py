@@ -1,4 +1,4 @@
-"""Run by test_flash_attention.mosaic_gpu_splitting.py with four simulated devices: how a split kernel call is shared out.
+"""Run by test_flash_attention_splitting.py with four simulated devices: how a split kernel call is shared out.
 
 A plain attention stands for the kernel, which no simulated device runs; it notes the shapes it is called with.
 """
