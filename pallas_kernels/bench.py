@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from types import ModuleType
@@ -51,12 +51,30 @@ def main(argv: list[str] | None = None) -> None:
                     file.write(text + "\n")
 
 
-def measure(op: str, case: Case, module: ModuleType) -> Iterator[dict[str, Any]]:
-    """Yield the result lines of one case: each implementation against each peer, for each metric."""
+def measure(
+    op: str,
+    case: Case,
+    module: ModuleType,
+    *,
+    implementations: Sequence[str] | None = None,
+    peers: Mapping[str, Peer] | None = None,
+    measured: Mapping[str, dict[str, float]] | None = None,
+) -> Iterator[dict[str, Any]]:
+    """Yield the result lines of one case: each implementation against each peer, for each metric.
+
+    Args:
+        op: name of the operation.
+        case: what is timed.
+        module: the operation's cases.py.
+        implementations: of ours that are timed; None for all that exist.
+        peers: timed here too; None for those of the module.
+        measured: metrics of peers that another program timed in the same run.
+    """
     args, arrays, static = build(case)
-    implementations = [name for name, file in _FILES.items() if (_ROOT / op / file).exists()]
-    results = {}
-    for name, peer in ({name: Peer(_bind(op, name)) for name in implementations} | module.PEERS).items():
+    implementations = implementations or [name for name, file in _FILES.items() if (_ROOT / op / file).exists()]
+    results = dict(measured or {})
+    peers = module.PEERS if peers is None else peers
+    for name, peer in ({name: Peer(_bind(op, name)) for name in implementations} | dict(peers)).items():
         try:
             results[name] = _metrics(case, peer, args, arrays, static, module.METRIC)
         except (NotImplementedError, jax.errors.JaxRuntimeError) as error:  # refuses, or out of memory
@@ -70,6 +88,8 @@ def measure(op: str, case: Case, module: ModuleType) -> Iterator[dict[str, Any]]
     for name, peer in itertools.product(implementations, results):
         if name in results and peer != name:
             for metric, value in results[name].items():
+                if metric not in results[peer]:
+                    continue
                 other = results[peer][metric]
                 ratio = other / value if metric in _LESS_IS_BETTER else value / other
                 line = {"bench": op, "case": case.name, "implementation": name, "metric": metric, "value": value}

@@ -1,5 +1,7 @@
 """Named shapes of attention and its naive peer."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
@@ -21,13 +23,14 @@ def _case(
     causal: bool = True,
     window: int | None = None,
     documents: int = 0,
+    **options: Any,
 ) -> Case:
     def args(key: Array) -> tuple[tuple[Array, ...], dict[str, object]]:
         shapes = (batch, tokens, heads, width), *[(batch, tokens, kv_heads, width)] * 2
         qkv = tuple(jax.random.normal(k, s, jnp.bfloat16) for k, s in zip(jax.random.split(key, 3), shapes))
         ids_T = 1 + jnp.arange(tokens, dtype=jnp.int32) * documents // tokens
         segment_ids = jnp.broadcast_to(ids_T, (batch, tokens)) if documents else None
-        return qkv, {"causal": causal, "window": window, "segment_ids": segment_ids}
+        return qkv, {"causal": causal, "window": window, "segment_ids": segment_ids, **options}
 
     pairs = _pairs(tokens, causal, window, documents)
     flops = 4 * batch * heads * width * pairs
@@ -53,22 +56,46 @@ TINY = (
 CASES = (
     _case("B4-S2048-N32-K8-D128-causal", 4, 2048, 32, 8, 128),
     _case("B4-S4096-N32-K8-D128-causal", 4, 4096, 32, 8, 128),
+    _case("B4-S4096-N32-K8-D128-causal-fused", 4, 4096, 32, 8, 128, deterministic=False),
+    _case("B4-S4096-N32-K8-D128-causal-cap30", 4, 4096, 32, 8, 128, softcap=30.0),
     _case("B4-S4096-N32-K8-D128-full", 4, 4096, 32, 8, 128, causal=False),
     _case("B4-S4096-N32-K8-D128-causal-W1024", 4, 4096, 32, 8, 128, window=1024),
     _case("B2-S4096-N32-K8-D128-causal-docs8", 2, 4096, 32, 8, 128, documents=8),
     _case("B4-S4096-N32-K8-D64-causal", 4, 4096, 32, 8, 64),
+    _case("B4-S4096-N32-K8-D64-causal-fused", 4, 4096, 32, 8, 64, deterministic=False),
+    _case("B2-S4096-N32-K8-D256-causal", 2, 4096, 32, 8, 256),
     _case("B1-S16384-N32-K8-D128-causal", 1, 16384, 32, 8, 128),
+    _case("B1-S16384-N32-K8-D128-causal-fused", 1, 16384, 32, 8, 128, deterministic=False),
     _case("B16-S2048-N32-K8-D128-causal", 16, 2048, 32, 8, 128),
+    _case("B16-S2048-N32-K8-D128-causal-fused", 16, 2048, 32, 8, 128, deterministic=False),
+    _case("B1-S32768-N32-K8-D128-causal", 1, 32768, 32, 8, 128),
     _case("B1-S32768-N32-K8-D128-causal-W4096", 1, 32768, 32, 8, 128, window=4096),
+    _case("B12-S4096-N32-K8-D128-causal", 12, 4096, 32, 8, 128),
+    _case("B1-S49152-N32-K8-D128-causal-docs12", 1, 49152, 32, 8, 128, documents=12),
     _case("B1-S65536-N32-K8-D128-causal-docs12", 1, 65536, 32, 8, 128, documents=12),
+    _case("B1-S65536-N32-K8-D128-causal-docs12-fused", 1, 65536, 32, 8, 128, documents=12, deterministic=False),
+    _case("B1-S131072-N32-K8-D128-causal", 1, 131072, 32, 8, 128),
 )
 
 
-def _naive(q: Array, k: Array, v: Array, *, causal: bool, window: int | None, segment_ids: Array | None) -> Array:
+def _naive(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    causal: bool,
+    window: int | None,
+    segment_ids: Array | None,
+    softcap: float | None = None,
+    deterministic: bool = True,
+) -> Array:
     """Repeat k and v to the query heads and take the softmax of the whole score matrix."""
+    del deterministic  # it always is
     groups = q.shape[2] // k.shape[2]
     k, v = jnp.repeat(k, groups, axis=2), jnp.repeat(v, groups, axis=2)
     scores = jnp.einsum("BTNH,BSNH->BNTS", q, k).astype(jnp.float32) / q.shape[-1] ** 0.5
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
     mask = attention_mask(q.shape[1], k.shape[1], causal, window, segment_ids, segment_ids)
     if mask is not None:
         scores = jnp.where(mask[:, None], scores, -jnp.inf)
