@@ -61,7 +61,7 @@ def compare(name: str, function, dense, args, cotangent, names) -> bool:
 
 
 def check_attention() -> bool:
-    """cuDNN: grouped heads, windows, packed segments with padding, odd lengths. check_attention.py checks our kernels."""
+    """cuDNN: grouped heads, windows, packed segments with padding, odd lengths; our kernels: check_attention.py."""
     good = True
     cases = itertools.product((127, 512), ((8, 2, 64), (4, 4, 128)), (None, 64), (False, True))
     for tokens, (heads, kv_heads, width), window, packed in cases:
