@@ -2,9 +2,8 @@
 
 Usage: python scripts/compile_hopper.py [NAME ...]        (kernels whose name begins so; default all)
 
-The CUDA plugin of the installed JAX, ptxas and nvdisasm come from PyPI into the cache folder on the first run (about
-600 MB unpacked); a C compiler builds the stand-in for the driver that the plugin asks for the device's kind. Nothing
-is run: what compiles here is checked and timed by scripts/check_gpu.py and pallas_kernels.bench on a GPU.
+The compiler is that of offline_h200.py. Nothing is run: what compiles here is checked and timed on a GPU by
+scripts/check_attention.py and scripts/bench_attention.py.
 """
 
 from __future__ import annotations
@@ -12,13 +11,11 @@ from __future__ import annotations
 import collections
 import ctypes
 import functools
-import importlib.metadata
 import os
 import re
 import subprocess
 import sys
 import tempfile
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -28,57 +25,11 @@ from jaxlib.mlir import ir
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from offline_h200 import mosaic_environment, tools
+
 from pallas_kernels.flash_attention import mosaic_gpu
 
-CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "gymjax" / "hopper"
-WHEELS = (
-    "jax-cuda13-plugin=={jax}",
-    "jax-cuda13-pjrt=={jax}",
-    "nvidia-cuda-nvcc",
-    "nvidia-nvvm",
-    "nvidia-cuda-nvdisasm",
-)
 COUNTED = ("HGMMA", "MUFU", "FFMA", "FMUL", "FADD", "FMNMX", "F2FP", "LDS", "STS", "STSM", "LDL", "STL", "R2UR", "BAR")
-
-# What the plugin asks of a driver: a device of compute capability 9.0 (attributes 75 and 76) that takes any program.
-DRIVER = """
-int cuInit(unsigned f) { return 0; }
-int cuDriverGetVersion(int *v) { *v = 13000; return 0; }
-int cuDeviceGet(int *d, int n) { *d = 0; return 0; }
-int cuDeviceGetCount(int *n) { *n = 1; return 0; }
-int cuCtxGetDevice(int *d) { *d = 0; return 0; }
-int cuCtxGetCurrent(void **c) { *c = (void *)1; return 0; }
-int cuDeviceGetAttribute(int *v, int a, int d) { *v = a == 75 ? 9 : 0; return 0; }
-int cuGetErrorName(int e, const char **s) { *s = ""; return 0; }
-int cuGetErrorString(int e, const char **s) { *s = ""; return 0; }
-int cuModuleLoadData(void **m, const void *i) { *m = (void *)1; return 0; }
-int cuModuleGetFunction(void **f, void *m, const char *n) { *f = (void *)1; return 0; }
-int cuFuncSetAttribute(void *f, int a, int v) { return 0; }
-int cuModuleUnload(void *m) { return 0; }
-"""
-
-
-def tools() -> Path:
-    """The cache folder, filled on first use."""
-    done = CACHE / f"jax-{jax.__version__}"
-    if done.exists():
-        return CACHE
-    CACHE.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as folder:
-        names = [wheel.format(jax=importlib.metadata.version("jax")) for wheel in WHEELS]
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
-        subprocess.run([*command, "--dest", folder, *names], check=True)
-        for wheel in Path(folder).glob("*.whl"):
-            zipfile.ZipFile(wheel).extractall(CACHE)
-        driver = Path(folder) / "driver.c"
-        driver.write_text(DRIVER)
-        subprocess.run(["cc", "-shared", "-fPIC", "-o", str(CACHE / "libcuda.so.1"), str(driver)], check=True)
-    for program in CACHE.glob("nvidia/*/bin/*"):
-        program.chmod(0o755)
-    for program in CACHE.glob("nvidia/*/nvvm/bin/*"):
-        program.chmod(0o755)
-    done.touch()
-    return CACHE
 
 
 def modules(function, *args) -> list[bytes]:
@@ -98,12 +49,7 @@ def modules(function, *args) -> list[bytes]:
 
 def assembly(module: bytes) -> str:
     """PTX of a Mosaic module, by a process of its own: the plugin's compiler does not survive its host's LLVM."""
-    cache = tools()
-    root = next(cache.glob("nvidia/*/bin/ptxas")).parent.parent
-    nowhere = {"MOSAIC_GPU_NVSHMEM_BC_PATH": "none", "MOSAIC_GPU_NVSHMEM_SO_PATH": "none", "MOSAIC_GPU_DUMP_PTX": "1"}
-    runtime = cache / "jax_cuda13_plugin" / "libmosaic_gpu_runtime.so"
-    environment = {"MOSAIC_GPU_CUDA_ROOT": str(root), "MOSAIC_GPU_RUNTIME_LIB_PATH": str(runtime)}
-    environment |= {"LD_LIBRARY_PATH": str(cache)} | nowhere
+    environment = mosaic_environment() | {"LD_LIBRARY_PATH": str(tools()), "MOSAIC_GPU_DUMP_PTX": "1"}
     with tempfile.NamedTemporaryFile() as file:
         file.write(module)
         file.flush()
@@ -116,7 +62,7 @@ def assembly(module: bytes) -> str:
 
 def print_ptx(path: str) -> None:
     """Compiles one module in this process; the plugin prints its PTX."""
-    plugin = ctypes.CDLL(str(CACHE / "jax_plugins" / "xla_cuda13" / "xla_cuda_plugin.so"))
+    plugin = ctypes.CDLL(str(tools() / "jax_plugins" / "xla_cuda13" / "xla_cuda_plugin.so"))
     plugin.MosaicGpuCompile.argtypes = [ctypes.c_char_p, ctypes.c_int]
     plugin.MosaicGpuCompile.restype = ctypes.c_void_p
     module = Path(path).read_bytes()

@@ -103,7 +103,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_interpreted_kernels(name):
+def test_interpreted_kernels(name, capfd):
     case = CASES[name]
     keys = case.keys or case.tokens
     shapes = [(case.tokens, case.heads), *[(keys, case.kv_heads)] * 2, (case.tokens, case.heads)]
@@ -127,6 +127,7 @@ def test_interpreted_kernels(name):
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
         (out, lse), back = jax.vjp(lambda q, k, v, s: mosaic_gpu.forward(q, k, v, sinks=s, **options), q, k, v, sinks)
         got = jax.block_until_ready((out, *back((dout, dlse))))
+    assert "RACE" not in capfd.readouterr().out  # the interpreter goes on after it has said so
 
     exact_lse, exact = oracle(q, k, v, dout, dlse, seen, scale, case.softcap, sinks)
     np.testing.assert_allclose(lse, exact_lse, atol=1e-5)  # f32, from products of 16-bit numbers

@@ -1,0 +1,125 @@
+"""Compiles a whole training step for an H200 on a machine without a GPU: its memory, and every pass over activations.
+
+Usage: python scripts/compile_step.py [--shape llama3.1-8b] [--base nf4] [--remat full] [--batch 4x2048]
+           [--attention mosaic_gpu] [--passes]
+
+Prints what the program needs by the compiler's own analysis and, with --passes, what each operation of the loops over
+layers writes (MiB) with the name that it has in the model. The step is that of bench_train.py; nothing is run, and
+tuning is off, so that matrix products may be another kernel on the GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from offline_h200 import device, prepare
+
+prepare()
+
+import jax
+import jax.numpy as jnp
+from bench_train import RANK, random_model
+from flax import nnx
+from jax.sharding import SingleDeviceSharding
+
+from gymjax.adapters.lora import LoraSpec, attach
+from gymjax.config import OptimConfig
+from gymjax.optim.build import build
+from gymjax.training.compile import program_peak_gib
+from gymjax.training.metrics import GIB
+from gymjax.training.step import StepSettings, init_state, make_step, split_model
+from pallas_kernels import _platform
+
+WIDTHS = {"pred": 1, "u8": 1, "s8": 1, "bf16": 2, "f16": 2, "u16": 2, "f32": 4, "s32": 4, "u32": 4, "s64": 8, "f64": 8}
+SMALL = 4  # MiB; what writes less is not listed
+
+
+def compile_step(shape: str, base: str, remat: str, rows: int, length: int, attention: Any) -> Any:
+    """The compiled step of a LoRA run, from shapes alone."""
+    sharding = SingleDeviceSharding(device())
+    _platform.compute_capability = lambda: (9, 0)
+
+    def make():
+        model = random_model(shape, base)
+        attach(model, LoraSpec(rank=RANK, alpha=RANK), key=jax.random.key(1))
+        return model
+
+    graphdef, params, frozen = split_model(nnx.eval_shape(make))
+    optimizer = build(OptimConfig(learning_rate=1e-4), 1000, params)
+    state = jax.eval_shape(lambda params: init_state(params, optimizer, None), params)
+    settings = StepSettings(seed=0, max_grad_norm=1.0, remat=remat, attention=attention, packed=False)
+    ints = jax.ShapeDtypeStruct((1, rows, length), jnp.int32)
+    batch = dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), ints)
+    batch["loss_weights"] = jax.ShapeDtypeStruct(ints.shape, jnp.float32)
+    placed = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), (state, frozen, batch)
+    )
+    step = jax.jit(make_step(graphdef, optimizer, settings), donate_argnums=0)
+    return step.trace(*placed).lower(lowering_platforms=("cuda",)).compile()
+
+
+def written_mib(type_: str) -> float:
+    """Size of an HLO type, a tuple's parts added up."""
+    total = 0.0
+    for dtype, dims in re.findall(r"\b([a-z]+\d*)\[([\d,]*)\]", type_):
+        size = WIDTHS.get(dtype, 4)
+        for dim in filter(None, dims.split(",")):
+            size *= int(dim)
+        total += size / 2**20
+    return total
+
+
+def passes(text: str) -> list[str]:
+    """The operations of every loop body that write more than SMALL, in the order of the schedule."""
+    bodies, computation, found = set(re.findall(r"body=%?([\w.\-]+)", text)), None, []
+    for line in text.splitlines():
+        if header := re.match(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{", line):
+            computation = header[1]
+            if computation in bodies:
+                found.append(f"loop body {computation}")
+        operation = re.match(r"\s+(?:ROOT )?%([\w.\-]+) = (.*?) ([\w\-]+)\(", line)
+        if computation not in bodies or operation is None:
+            continue
+        name, type_, kind = operation.groups()
+        size = written_mib(type_)
+        if kind in ("fusion", "custom-call", "copy", "convert", "reduce", "dynamic-update-slice") and size > SMALL:
+            source = re.search(r'op_name="([^"]*)"', line)
+            found.append(f"  {size:8.0f}  {name:<42} {source[1][-90:] if source else ''}")
+    return found
+
+
+def main() -> None:
+    """Compiles one step and prints its report."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", default="llama3.1-8b")
+    parser.add_argument("--base", default="nf4", choices=("nf4", "bf16"))
+    parser.add_argument("--remat", default="full")
+    parser.add_argument("--batch", default="4x2048", help="rows x tokens")
+    parser.add_argument("--attention", default="mosaic_gpu")
+    parser.add_argument("--passes", action="store_true")
+    options = parser.parse_args()
+    rows, length = (int(part) for part in options.batch.split("x"))
+    started = time.perf_counter()
+    program = compile_step(options.shape, options.base, options.remat, rows, length, options.attention)
+    analysis = program.memory_analysis()
+    sizes = {
+        "arguments": analysis.argument_size_in_bytes,
+        "outputs": analysis.output_size_in_bytes - analysis.alias_size_in_bytes,
+        "temporaries": analysis.temp_size_in_bytes,
+    }
+    parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in sizes.items())
+    case = f"{options.shape} {options.base} {options.batch} {options.remat} remat"
+    print(f"{case}: {program_peak_gib(program):.2f} GiB ({parts}); compiled in {time.perf_counter() - started:.0f} s")
+    if options.passes:
+        print(*passes(program.as_text()), sep="\n")
+
+
+if __name__ == "__main__":
+    main()
