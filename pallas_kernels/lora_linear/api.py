@@ -1,6 +1,8 @@
-"""Public low-rank adapted linear layer: argument checks and the gradient's wiring."""
+"""Public low-rank adapted linear layers: argument checks and the gradient's wiring."""
 
+from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +10,8 @@ from jaxtyping import Array, Float, Key
 
 from pallas_kernels import Implementation, _dispatch
 from pallas_kernels.lora_linear import reference
-from pallas_kernels.nf4_linear import NF4Weight, dequantize
+from pallas_kernels.lora_linear.reference import Projection
+from pallas_kernels.nf4_linear import NF4Weight
 
 _REFUSALS: _dispatch.Refusals = {"xla": None}
 
@@ -26,8 +29,8 @@ def lora_linear(
 ) -> Float[Array, "*B O"]:
     """Linear layer with a low-rank adapter: `x @ w.T + scale * (dropout(x) @ a.T) @ b.T`.
 
-    Gradients flow to x, a and b; w and scale get none. The backward pass keeps x, x @ a.T and the arguments as they
-    are: a packed weight is dequantized again there, a dropout mask drawn again. Source: arXiv 2106.09685, eq. 3.
+    Gradients flow to x, a and b; w and scale get none. The backward pass keeps x, the low product and the arguments as
+    they are: a packed weight is dequantized again there, a dropout mask drawn again. Source: arXiv 2106.09685, eq. 3.
 
     Args:
         x: f32, bf16 or f16, any leading axes.
@@ -46,14 +49,48 @@ def lora_linear(
         ValueError: shapes do not fit together, dropout_rate is outside [0, 1), or it has no key.
         NotImplementedError: the named implementation does not exist for this operation.
     """
-    _check(x, w, a, b, scale)
-    if not 0 <= dropout_rate < 1 or (dropout_rate > 0 and key is None):
+    layer = Projection(w, a, b, jnp.asarray(scale, jnp.float32))
+    keys = None if key is None else (key,)
+    return lora_linears(x, (layer,), dropout_rate=dropout_rate, keys=keys, implementation=implementation)[0]
+
+
+def lora_linears(
+    x: Float[Array, "*B I"],
+    layers: Sequence[Projection],
+    *,
+    dropout_rate: float = 0.0,
+    keys: Sequence[Key[Array, ""]] | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[Float[Array, "*B O"], ...]:
+    """Several adapted linear layers of one input, read once: as lora_linear for each.
+
+    Args:
+        x: f32, bf16 or f16, any leading axes.
+        layers: at least one with an adapter; ranks and scales may differ.
+        dropout_rate: probability of zeroing an element of the adapters' input; the rest are divided by 1 - rate.
+        keys: random key of each layer's dropout mask; needed where dropout_rate > 0.
+        implementation: "xla", or None for the fastest that accepts the arguments on this device.
+
+    Returns:
+        Each layer's sum in x.dtype; gradients of a and b have their dtypes and are summed in f32.
+
+    Raises:
+        ValueError: shapes do not fit together, no layer has an adapter, dropout_rate is outside [0, 1), or it has no
+            key for each layer.
+        NotImplementedError: the named implementation does not exist for this operation.
+    """
+    for layer in layers:
+        _check(x, *layer)
+    if all(layer.a is None for layer in layers):
+        raise ValueError(f"lora_linear: none of the {len(layers)} layers has an adapter")
+    if not 0 <= dropout_rate < 1 or (dropout_rate > 0 and keys is None):
         raise ValueError(
-            f"lora_linear: dropout_rate must be in [0, 1), with a key if positive; got {dropout_rate} and key={key}"
+            f"lora_linear: dropout_rate must be in [0, 1), with a key if positive; got {dropout_rate} and key={keys}"
         )
+    if keys is not None and len(keys) != len(layers):
+        raise ValueError(f"lora_linear: each layer needs a key; got {len(keys)} for {len(layers)} layers")
     _dispatch.choose("lora_linear", implementation, _REFUSALS)
-    scale = jnp.asarray(scale, jnp.float32)
-    return _lora_linear(dropout_rate, x, w, a, b, scale, key if dropout_rate > 0 else None)
+    return _lora_linears(dropout_rate, x, tuple(layers), tuple(keys) if keys and dropout_rate > 0 else None)
 
 
 def explain() -> str:
@@ -61,13 +98,19 @@ def explain() -> str:
     return _dispatch.explain("lora_linear", _REFUSALS)
 
 
-def _check(x: Array, w: Array | NF4Weight, a: Array, b: Array, scale: float | Array) -> None:
+def _check(x: Array, w: Array | NF4Weight, a: Array | None, b: Array | None, scale: Array) -> None:
     if len(w.shape) != 2 or (isinstance(w, NF4Weight) and w.codes.ndim != 1):
         raise ValueError(f"lora_linear: w must be one layer's (O, I) weight; got {w.shape}")
     out, width = w.shape
     if x.ndim < 1 or x.shape[-1] != width or not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"lora_linear: x must be floating-point of width {width} to meet w; got {x.dtype}{x.shape}")
-    if a.ndim != 2 or b.ndim != 2 or a.shape[1] != width or b.shape != (out, a.shape[0]):
+    if (a is None) != (b is None):
+        raise ValueError(f"lora_linear: a and b go together; got {'only b' if a is None else 'only a'}")
+    if (
+        a is not None
+        and b is not None
+        and (a.ndim != 2 or b.ndim != 2 or a.shape[1] != width or b.shape != (out, a.shape[0]))
+    ):
         raise ValueError(
             f"lora_linear: a must be (R, {width}) and b ({out}, R) to meet w {w.shape}; got {a.shape} and {b.shape}"
         )
@@ -75,30 +118,24 @@ def _check(x: Array, w: Array | NF4Weight, a: Array, b: Array, scale: float | Ar
         raise ValueError(f"lora_linear: scale must be a scalar; got shape {jnp.shape(scale)}")
 
 
-def _array(w: Array | NF4Weight, dtype: jnp.dtype) -> Array:
-    return dequantize(w, dtype) if isinstance(w, NF4Weight) else w.astype(dtype)
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _lora_linear(
-    rate: float, x: Array, w: Array | NF4Weight, a: Array, b: Array, scale: Array, key: Array | None
-) -> Array:
-    return _lora_linear_fwd(rate, x, w, a, b, scale, key)[0]
+def _lora_linears(rate: float, x: Array, layers: tuple[Projection, ...], keys: reference.Keys) -> tuple[Array, ...]:
+    return reference.forward(x, layers, rate, keys)[0]
 
 
-def _lora_linear_fwd(
-    rate: float, x: Array, w: Array | NF4Weight, a: Array, b: Array, scale: Array, key: Array | None
-) -> tuple[Array, tuple]:
-    base = jnp.einsum("...i,oi->...o", x, _array(w, x.dtype))
-    y, low = reference.forward(x, base, a, b, scale, rate, key)
-    return y, (x, w, a, b, scale, key, low)
+def _lora_linears_fwd(
+    rate: float, x: Array, layers: tuple[Projection, ...], keys: reference.Keys
+) -> tuple[tuple[Array, ...], tuple]:
+    ys, low = reference.forward(x, layers, rate, keys)
+    return ys, (x, low, layers, keys)
 
 
-def _lora_linear_bwd(rate: float, residuals: tuple, dy: Array) -> tuple:
-    x, w, a, b, scale, key, low = residuals
-    dx_base = jnp.einsum("...o,oi->...i", dy, _array(w, dy.dtype))
-    dx, da, db = reference.backward(x, dx_base, low, a, b, scale, rate, key, dy)
-    return dx, None, da, db, None, None
+def _lora_linears_bwd(rate: float, residuals: tuple, dys: tuple[Array, ...]) -> tuple:
+    x, low, layers, keys = residuals
+    dx, of_adapters = reference.backward(x, low, layers, rate, keys, dys)
+    frozen: Any = None
+    none = (None, None)
+    return dx, tuple(Projection(frozen, *(grads or none), frozen) for grads in of_adapters), None
 
 
-_lora_linear.defvjp(_lora_linear_fwd, _lora_linear_bwd)
+_lora_linears.defvjp(_lora_linears_fwd, _lora_linears_bwd)

@@ -1,12 +1,41 @@
-"""Low-rank adapted linear layer in plain jnp: forward and backward.
+"""Low-rank adapted linear layers of one input in plain jnp: forward and backward.
 
-Products with the adapter are bracketed so that every intermediate has rank width. The adapter's product is added to
-the base's in x.dtype, a form that XLA folds into one matrix product with an accumulator.
+Products with adapters are bracketed so that every intermediate has rank width. A base's product and its adapter's are
+summed in one of two ways, whichever moves fewer bytes: as one matrix product over joined operands, [x, low] @ [w, b].T,
+which copies x (and w, unless it is being unpacked anyway), or as two, the second of which is added to the first.
 """
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key
+
+from pallas_kernels.nf4_linear import NF4Weight, dequantize
+
+ALIGNMENT = 16  # elements; joined widths stay multiples of it, as the tensor cores' loads want them
+
+
+class Projection(NamedTuple):
+    """One of several linear layers of the same input.
+
+    Attributes:
+        w: (O, I) frozen base weight, an array or packed.
+        a: (R, I) down-projection, or None for a layer without an adapter.
+        b: (O, R) up-projection, or None.
+        scale: scalar factor of the adapter's product, f32.
+    """
+
+    w: Float[Array, "O I"] | NF4Weight
+    a: Float[Array, "R I"] | None
+    b: Float[Array, "O R"] | None
+    scale: Float[Array, ""]
+
+
+Keys = tuple[Key[Array, ""], ...] | None
 
 
 def drop(x: Float[Array, "*B I"], rate: float, key: Key[Array, ""] | None) -> Float[Array, "*B I"]:
@@ -17,38 +46,125 @@ def drop(x: Float[Array, "*B I"], rate: float, key: Key[Array, ""] | None) -> Fl
     return jnp.where(keep, x / (1 - rate), 0).astype(x.dtype)
 
 
+class Adapter(NamedTuple):
+    """A layer's adapter, which layer that is, and where its low product lies among all."""
+
+    layer: int
+    a: Array
+    b: Array
+    scale: Array
+    columns: slice
+
+
 def forward(
-    x: Float[Array, "*B I"],
-    base: Float[Array, "*B O"],
-    a: Float[Array, "R I"],
-    b: Float[Array, "O R"],
-    scale: Float[Array, ""],
-    rate: float,
-    key: Key[Array, ""] | None,
-) -> tuple[Float[Array, "*B O"], Float[Array, "*B R"]]:
-    """Return base + scale * (drop(x) @ a.T) @ b.T, and drop(x) @ a.T in x.dtype."""
-    low = _f32_product("...i,ri->...r", drop(x, rate, key), a.astype(x.dtype))
-    y = base + jnp.einsum("...r,or->...o", (scale * low).astype(x.dtype), b.astype(x.dtype))
-    return y, low.astype(x.dtype)
+    x: Float[Array, "*B I"], layers: Sequence[Projection], rate: float, keys: Keys
+) -> tuple[tuple[Array, ...], Float[Array, "*B P"]]:
+    """Return each layer's product, and every `scale * drop(x) @ a.T` side by side in x.dtype, padded to ALIGNMENT."""
+    adapters = _adapters(layers)
+    low = _low_products(x, adapters, rate, keys)
+    rows, outs = math.prod(x.shape[:-1]), sum(layer.w.shape[0] for layer in layers)
+    if rows * x.shape[-1] + sum(_copied(layer.w) for layer in layers) < rows * outs:
+        x = jnp.concatenate([x, low], axis=-1)
+        ups = {one.layer: one for one in adapters}
+        ws = (_join_up(layer.w, ups.get(i), low.shape[-1], x.dtype) for i, layer in enumerate(layers))
+        return tuple(jnp.einsum("...i,oi->...o", x, w) for w in ws), low
+    ys = [jnp.einsum("...i,oi->...o", x, _array(layer.w, x.dtype)) for layer in layers]
+    for one in adapters:
+        ys[one.layer] += jnp.einsum("...r,or->...o", low[..., one.columns], one.b.astype(x.dtype))
+    return tuple(ys), low
 
 
 def backward(
     x: Float[Array, "*B I"],
-    dx_base: Float[Array, "*B I"],
-    low: Float[Array, "*B R"],
-    a: Float[Array, "R I"],
-    b: Float[Array, "O R"],
-    scale: Float[Array, ""],
+    low: Float[Array, "*B P"],
+    layers: Sequence[Projection],
     rate: float,
-    key: Key[Array, ""] | None,
-    dy: Float[Array, "*B O"],
-) -> tuple[Array, Array, Array]:
-    """Return the gradients of x (dx_base included), a and b; the adapters' are summed in f32."""
-    dlow = (scale * _f32_product("...o,or->...r", dy, b.astype(dy.dtype))).astype(dy.dtype)
-    da = _f32_product("...r,...i->ri", dlow, drop(x, rate, key))
-    db = scale * _f32_product("...o,...r->or", dy, low)
-    dx = dx_base + drop(jnp.einsum("...r,ri->...i", dlow, a.astype(dy.dtype)), rate, key)
-    return dx, da.astype(a.dtype), db.astype(b.dtype)
+    keys: Keys,
+    dys: Sequence[Float[Array, "*B O"]],
+) -> tuple[Array, list[tuple[Array, Array] | None]]:
+    """Return the gradient of x, and those of each layer's a and b, summed in f32, or None."""
+    adapters = _adapters(layers)
+    dlows = [
+        (one.scale * _f32_product("...o,or->...r", dys[one.layer], one.b.astype(x.dtype))).astype(x.dtype)
+        for one in adapters
+    ]
+    dbs = [_f32_product("...o,...r->or", dys[one.layer], low[..., one.columns]) for one in adapters]
+    if keys is None:
+        dlow = jnp.concatenate(dlows, axis=-1)
+        da = _f32_product("...r,...i->ri", dlow, x)
+        das = [da[one.columns] for one in adapters]
+        dx = _gradient_of_x(dlow, adapters, layers, dys)
+    else:
+        dx, das = sum(_bases(layers, dys), start=jnp.zeros((), x.dtype)), []
+        for one, dlow in zip(adapters, dlows):
+            key = keys[one.layer]
+            das.append(_f32_product("...r,...i->ri", dlow, drop(x, rate, key)))
+            dx += drop(jnp.einsum("...r,ri->...i", dlow, one.a.astype(x.dtype)), rate, key)
+    found = {one.layer: (da.astype(one.a.dtype), db.astype(one.b.dtype)) for one, da, db in zip(adapters, das, dbs)}
+    return dx, [found.get(i) for i in range(len(layers))]
+
+
+def _gradient_of_x(
+    dlow: Array, adapters: Sequence[Adapter], layers: Sequence[Projection], dys: Sequence[Array]
+) -> Array:
+    """Sum over layers and adapters; the adapters' part joins the narrowest layer's product, or is added."""
+    dtype, a = dlow.dtype, jnp.concatenate([one.a.astype(dlow.dtype) for one in adapters])
+    rows, width = math.prod(dlow.shape[:-1]), a.shape[1]
+    copied = [rows * layer.w.shape[0] + _copied(layer.w) for layer in layers]
+    if min(copied) >= rows * width:
+        return sum(_bases(layers, dys), start=jnp.einsum("...r,ri->...i", dlow, a))
+    at, spare = copied.index(min(copied)), -dlow.shape[-1] % ALIGNMENT
+    dy = jnp.concatenate([dys[at], _pad_last(dlow, spare)], axis=-1)
+    w = jnp.concatenate([_array(layers[at].w, dtype), jnp.pad(a, ((0, spare), (0, 0)))])
+    others = [i for i in range(len(layers)) if i != at]
+    return sum(_bases([layers[i] for i in others], [dys[i] for i in others]), start=jnp.einsum("...o,oi->...i", dy, w))
+
+
+def _bases(layers: Sequence[Projection], dys: Sequence[Array]) -> list[Array]:
+    return [jnp.einsum("...o,oi->...i", dy, _array(layer.w, dy.dtype)) for layer, dy in zip(layers, dys, strict=True)]
+
+
+def _adapters(layers: Sequence[Projection]) -> list[Adapter]:
+    found, start = [], 0
+    for i, (_, a, b, scale) in enumerate(layers):
+        if a is not None and b is not None:
+            found.append(Adapter(i, a, b, scale, slice(start, start + a.shape[0])))
+            start += a.shape[0]
+    return found
+
+
+def _low_products(x: Array, adapters: Sequence[Adapter], rate: float, keys: Keys) -> Float[Array, "*B P"]:
+    downs = [one.a.astype(x.dtype) for one in adapters]
+    scales = jnp.concatenate([jnp.full(one.a.shape[0], one.scale) for one in adapters])
+    if keys is None:
+        low = _f32_product("...i,ri->...r", x, jnp.concatenate(downs))
+    else:
+        inputs = [drop(x, rate, keys[one.layer]) for one in adapters]
+        low = jnp.concatenate([_f32_product("...i,ri->...r", *each) for each in zip(inputs, downs)], axis=-1)
+    low = (low * scales).astype(x.dtype)
+    return _pad_last(low, -low.shape[-1] % ALIGNMENT)
+
+
+def _join_up(w: Array | NF4Weight, one: Adapter | None, width: int, dtype: DTypeLike) -> Float[Array, "O IP"]:
+    """[w, b], with b in its columns of the joined input and zeros in the other layers'."""
+    base = _array(w, dtype)
+    if one is None:
+        return jnp.pad(base, ((0, 0), (0, width)))
+    b = jnp.pad(one.b.astype(dtype), ((0, 0), (one.columns.start, width - one.columns.stop)))
+    return jnp.concatenate([base, b], axis=1)
+
+
+def _array(w: Array | NF4Weight, dtype: DTypeLike) -> Array:
+    return dequantize(w, dtype) if isinstance(w, NF4Weight) else w.astype(dtype)
+
+
+def _copied(w: Array | NF4Weight) -> int:
+    """Elements that joining something to a weight copies; a packed one is written anyway."""
+    return 0 if isinstance(w, NF4Weight) else math.prod(w.shape)
+
+
+def _pad_last(x: Array, more: int) -> Array:
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, more)]) if more else x
 
 
 def _f32_product(dims: str, left: Array, right: Array) -> Array:
