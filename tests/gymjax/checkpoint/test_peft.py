@@ -118,7 +118,9 @@ def test_bad_folder(tmp_path, tiny):
     ("config", "message"),
     [
         ({"peft_type": "IA3"}, "peft_type IA3 is not supported"),
-        ({"use_dora": True}, "not supported: use_dora: True; plain LoRA and rsLoRA are"),
+        ({"use_dora": True}, r"q_proj\.lora_magnitude_vector is missing, must be \(32,\)"),
+        ({"use_qalora": True}, "not supported: use_qalora: True; LoRA, rsLoRA and DoRA are"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights: pissa_niter_4 changed the base .* conversion"),
         ({"bias": "all", "lora_bias": True}, "not supported: lora_bias: True, bias: all"),
         ({"r": 5}, r"tensors do not fit.*lora_A is missing|lora_A\.weight is \(4, 32\), must be \(5, 32\)"),
     ],
