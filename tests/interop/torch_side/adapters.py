@@ -7,13 +7,18 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from quantized import evaluating, load_nf4
 
 
-def base_of(folder, nf4):
+def base_of(folder, nf4, stored_nf4):
+    if stored_nf4:
+        return load_nf4(folder)
     return load_nf4(folder, double_quant=True) if nf4 else load(folder)
 
 
-def adapter_logits(folder, adapter, tokens, out, nf4=False):
-    """Writes the logits of a base with an adapter folder on top; returns the modules that carry an adapter."""
-    model = evaluating(PeftModel.from_pretrained(base_of(folder, nf4), adapter))
+def adapter_logits(folder, adapter, tokens, out, nf4=False, stored_nf4=False):
+    """Writes the logits of a base with an adapter folder on top; returns the modules that carry an adapter.
+
+    The base is used as it is, packed into NF4 (nf4), or packed in its folder already (stored_nf4).
+    """
+    model = evaluating(PeftModel.from_pretrained(base_of(folder, nf4, stored_nf4), adapter))
     with torch.no_grad():
         np.save(out, model(torch.tensor(tokens)).logits.float().numpy())
     config = model.peft_config["default"]
