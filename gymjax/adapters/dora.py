@@ -59,7 +59,8 @@ class Dora(nnx.Module):
         """
         lora = self.lora
         factors = (lora.a.get_value(), lora.b.get_value(), lora.factor.get_value())
-        gain_O = self._gain(row_norm(w, self.base_norm.get_value(), *map(jax.lax.stop_gradient, factors)))
+        norm_O = row_norm(w, self.base_norm.get_value(), *map(jax.lax.stop_gradient, factors), dtype=x.dtype)
+        gain_O = self._gain(norm_O)
         drops = key is not None and lora.dropout > 0
         dropped = drop(x, lora.dropout, key) if drops else x
         y = (gain_O * lora_linear(dropped, w, *factors).astype(jnp.float32)).astype(x.dtype)
@@ -82,10 +83,13 @@ def row_norm(
     a: Float[Array, "R I"],
     b: Float[Array, "O R"],
     factor: Float[Array, ""],
+    *,
+    dtype: jax.typing.DTypeLike = jnp.float32,
 ) -> Float[Array, " O"]:
     """Length of every row of `w + s b a` in f32, without forming that matrix.
 
-    `|w + s b a|^2 = |w|^2 + 2 s (w a') . b + s^2 |b a|^2`, the last from the R x R matrix a a'.
+    `|w + s b a|^2 = |w|^2 + 2 s (w a') . b + s^2 |b a|^2`, the last from the R x R matrix a a'. In a dtype of 16 bits
+    a meets w in two parts, whose sum is exact to 2^-16: w is never widened.
 
     Args:
         w: one layer's base as it is stored.
@@ -93,9 +97,16 @@ def row_norm(
         a: down-projection.
         b: up-projection.
         factor: s.
+        dtype: in which w is multiplied elsewhere, so that it is unpacked once for both.
     """
+    parts = [a.astype(dtype)]
+    if jnp.dtype(dtype).itemsize < a.dtype.itemsize:
+        parts.append((a - parts[0].astype(a.dtype)).astype(dtype))
     with jax.default_matmul_precision("highest"):
-        cross_O = jnp.sum(matmul(a, w).T * b, axis=-1)
+        product_PO = jnp.einsum(
+            "pi,oi->po", jnp.concatenate(parts), dense(w, dtype), preferred_element_type=jnp.float32
+        )
+        cross_O = jnp.sum(product_PO.reshape(len(parts), *b.T.shape).sum(0).T * b, axis=-1)
         low_O = jnp.sum((b @ (a @ a.T)) * b, axis=-1)
     return jnp.sqrt(jnp.maximum(base_norm + 2 * factor * cross_O + factor**2 * low_O, 0.0))
 

@@ -19,6 +19,7 @@ from pallas_kernels.nf4_linear import NF4Weight, dequantize
 
 Place = Callable[[tuple[str | int, ...], Any], Any]
 Split = Callable[[str, Any, Pack], Any]
+_SPLITS = 4  # weights that are split at a time: each takes several f32 copies, and its products have their own threads
 _SHOWN = 12  # names listed of each kind of trouble
 
 
@@ -59,7 +60,7 @@ def load_decoder(
         double_quant: pack the block scales too.
         place: puts a variable's value (array or NF4Weight of NumPy arrays, stacked over layers) on its devices, given
             its path; default `jax.device_put`.
-        split: gives (module name, weight, how it would be stored) what is stored of it; called for one weight at a
+        split: gives (module name, weight, how it would be stored) what is stored of it; called for a few weights at a
             time. See adapters/svd_start.py.
 
     Raises:
@@ -84,7 +85,7 @@ def load_decoder(
             return store(value)
         return split(weight.name.removesuffix(".weight"), value, store)
 
-    with ThreadPoolExecutor(1 if split is not None else None) as pool:  # a split takes memory, and its own threads
+    with ThreadPoolExecutor(None if split is None else _SPLITS) as pool:
         for path, rows in by_path.items():
             value = _stack(rows, read, np.dtype(dtype), pool)
             node_at(model, path).set_value(place(path, value))

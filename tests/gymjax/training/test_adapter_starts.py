@@ -17,6 +17,7 @@ from gymjax.dtypes import policy
 from gymjax.export import load_merged
 from gymjax.generate import load_adapted
 from gymjax.training.train import train
+from gymjax.verify import verify
 
 TOKENS = np.random.default_rng(0).integers(0, 272, (2, 12))
 TOLERANCE = 1e-4  # the project's bar in f32
@@ -117,6 +118,13 @@ def test_loftq_base_is_written_packed(runs):
     tensors = load_file(folder / "model.safetensors")
     assert tensors["model.layers.0.mlp.up_proj.weight"].dtype == np.uint8
     assert json.loads((folder / "config.json").read_text())["quantization_config"]["bnb_4bit_quant_type"] == "nf4"
+
+
+def test_verify_takes_the_adapters_own_base(runs):
+    found = verify(runs("loftq").run.config, torch=False, tokens=12)
+    assert [row.passed for row in found] == [True, None, None]
+    # over its own base the packed weights are those that were merged: what differs is the rounding to bf16 alone
+    assert found[2].max_difference == pytest.approx(found[1].max_difference, rel=1e-3)
 
 
 def test_own_base_is_found_where_the_run_was_moved(runs, tmp_path):
