@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from gymjax.adapters.tensors import MAGNITUDE
 from gymjax.optim.labels import Trained
 from gymjax.quant.matmul import dense, matmul
 from pallas_kernels.lora_linear import lora_linear
@@ -47,10 +48,15 @@ class Dora(nnx.Module):
             stacked: whether a leading axis counts layers.
         """
         self.lora = lora
+        self.rows = lora.rows
         self.base_norm = BaseNorm(_squared_rows(w, stacked=stacked))
         factors = (lora.a.get_value(), lora.b.get_value(), lora.factor.get_value())
         norm = _stacked_norm if stacked else row_norm
         self.magnitude = Magnitude(norm(w, self.base_norm.get_value(), *factors))
+
+    def parts(self):
+        """The adapter's factors and the magnitudes; see `tensors.Slot`."""
+        return {**self.lora.parts(), MAGNITUDE: (self.magnitude, lambda magnitude, rank: magnitude)}
 
     def __call__(self, x: Float[Array, "*B I"], w: Any, key: jax.Array | None) -> Float[Array, "*B O"]:
         """`w x + (g - 1) w d + g s b a d`, where d is dropout(x); without a key `g (w + s b a) x`.

@@ -17,6 +17,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from gymjax.adapters.dora import Dora
+from gymjax.adapters.tensors import A, B, LoraRow, set_slot_tensors
 from gymjax.models.decoder import Decoder
 from gymjax.models.names import linears
 from gymjax.optim.labels import Trained
@@ -109,6 +110,10 @@ class Lora(nnx.Module):
         self.dropout = dropout
         self.rows = rows
 
+    def parts(self):
+        """The two factors and how a row's rank cuts them; see `tensors.Slot`."""
+        return {A: (self.a, lambda a, rank: a[:rank]), B: (self.b, lambda b, rank: b[:, :rank])}
+
     def __call__(self, x: Float[Array, "*B I"], w, key: jax.Array | None) -> Float[Array, "*B O"]:
         """`x @ w.T + factor * (dropout(x) @ a.T) @ b.T`; no key, no dropout."""
         return lora_linear(
@@ -125,16 +130,6 @@ class Lora(nnx.Module):
         """`w + factor * b @ a` in f32, for a layer that is applied inside a loss; dropout cannot act there."""
         delta = jnp.einsum("...OR,...RI->...OI", self.b.get_value(), self.a.get_value(), precision="highest")
         return w.astype(jnp.float32) + self.factor.get_value()[..., None, None] * delta
-
-
-@dataclasses.dataclass(frozen=True)
-class LoraRow:
-    """Adapter of one module: its Hugging Face name, its row of the stacked arrays (None: not stacked), its settings."""
-
-    name: str
-    index: int | None
-    rank: int
-    alpha: float
 
 
 def attach(model: Decoder, spec: LoraSpec, *, key: jax.Array, start: Mapping[str, np.ndarray] | None = None) -> None:
@@ -163,40 +158,26 @@ def attach(model: Decoder, spec: LoraSpec, *, key: jax.Array, start: Mapping[str
             continue
         if layer.adapter is not None:
             raise ValueError(f"{next(iter(names.values()))} has an adapter already; merge it before attaching another")
-        lora = _new_lora(layer, names, spec, jax.random.fold_in(key, i), start or {})
+        lora = _new_lora(layer, names, spec, jax.random.fold_in(key, i))
+        if start:
+            set_slot_tensors(lora, start)
         layer.adapter = Dora(lora, layer.w.get_value(), stacked=None not in names) if spec.use_dora else lora
 
 
-def _new_lora(
-    layer, names: Mapping[int | None, str], spec: LoraSpec, key: jax.Array, start: Mapping[str, np.ndarray]
-) -> Lora:
+def _new_lora(layer, names: Mapping[int | None, str], spec: LoraSpec, key: jax.Array) -> Lora:
     w = layer.w.get_value()
     out_width, in_width = w.shape[-2:]  # NF4Weight.shape is one layer's
     rows = tuple(LoraRow(name, i, spec.rank_of(name), spec.alpha_of(name)) for i, name in names.items())
     ranks = np.array([row.rank for row in rows])
     widest = int(ranks.max())
     live_LR1 = (np.arange(widest) < ranks[:, None])[..., None]
-    if start:
-        a_LRI, b_LOR = _start_factors(rows, start, (len(rows), widest, in_width), (len(rows), out_width, widest))
-    else:
-        bound = 1 / math.sqrt(in_width)
-        a_LRI = jax.random.uniform(key, (len(rows), widest, in_width), jnp.float32, -bound, bound) * live_LR1
-        b_LOR = jnp.zeros((len(rows), out_width, widest), jnp.float32)
+    bound = 1 / math.sqrt(in_width)
+    a_LRI = jax.random.uniform(key, (len(rows), widest, in_width), jnp.float32, -bound, bound) * live_LR1
+    b_LOR = jnp.zeros((len(rows), out_width, widest), jnp.float32)
     factor_L = np.array([spec.factor_of(row.name) for row in rows], np.float32)
     if rows[0].index is None:
         return Lora(a_LRI[0], b_LOR[0], factor_L[0], dropout=spec.dropout, rows=rows)
     return Lora(a_LRI, b_LOR, factor_L, dropout=spec.dropout, rows=rows)
-
-
-def _start_factors(
-    rows: tuple[LoraRow, ...], start: Mapping[str, np.ndarray], a_shape: tuple[int, ...], b_shape: tuple[int, ...]
-) -> tuple[Array, Array]:
-    a_LRI, b_LOR = np.zeros(a_shape, np.float32), np.zeros(b_shape, np.float32)
-    for i, row in enumerate(rows):
-        if row.rank:
-            a_LRI[i, : row.rank] = start[f"{row.name}.lora_A.weight"]
-            b_LOR[i, :, : row.rank] = start[f"{row.name}.lora_B.weight"]
-    return jnp.asarray(a_LRI), jnp.asarray(b_LOR)
 
 
 def _check_names(spec: LoraSpec, names: list[str]) -> None:

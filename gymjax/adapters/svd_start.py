@@ -10,7 +10,7 @@ import dataclasses
 import math
 import zlib
 from collections.abc import Callable, Mapping, MutableMapping
-from typing import Literal
+from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -47,7 +47,7 @@ class SvdStart:
 
 
 def split_weight(
-    start: SvdStart, spec: LoraSpec, factors: MutableMapping[str, np.ndarray], name: str, w, pack: Pack
+    start: SvdStart, spec: LoraSpec, factors: MutableMapping[str, np.ndarray], name: str, w: Any, pack: Pack
 ) -> np.ndarray | NF4Weight:
     """The base that a module keeps; its first factors are added to `factors`.
 

@@ -2,22 +2,40 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from gymjax.adapters.dora import Dora
-from gymjax.adapters.lora import Lora
 from gymjax.models.decoder import Decoder
 from gymjax.models.names import linears
 
 A, B, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
 SUFFIXES = (A, B, MAGNITUDE)
-_Cut = Callable[[np.ndarray, int], np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraRow:
+    """Adapter of one module: its Hugging Face name, its row of the stacked arrays (None: not stacked), its settings."""
+
+    name: str
+    index: int | None
+    rank: int
+    alpha: float
+
+
+class Slot(Protocol):
+    """What fills a linear layer's adapter slot, as far as its arrays go."""
+
+    rows: tuple[LoraRow, ...]
+
+    def parts(self) -> Mapping[str, tuple[nnx.Variable, Callable[[Any, int], Any]]]:
+        """Suffix of the name -> (variable, what of one module's array belongs to its rank)."""
+        ...
 
 
 def adapter_tensors(model: Decoder) -> dict[str, np.ndarray]:
@@ -28,9 +46,9 @@ def adapter_tensors(model: Decoder) -> dict[str, np.ndarray]:
         "...lora_magnitude_vector" (out,).
     """
     tensors: dict[str, np.ndarray] = {}
-    for variable, parts in _variables(model):
-        whole = np.asarray(variable.get_value(), np.float32)
-        tensors |= dict(_named_parts(whole, parts))
+    for slot in _slots(model):
+        for suffix, (variable, _) in slot.parts().items():
+            tensors |= dict(_named_parts(slot, suffix, np.asarray(variable.get_value(), np.float32)))
     return tensors
 
 
@@ -45,12 +63,18 @@ def set_adapter_tensors(model: Decoder, tensors: Mapping[str, np.ndarray]) -> li
         One text for each array that is missing or has another shape; with any, the model is unchanged.
     """
     wrong = misfits(tensors, adapter_tensors(model))
-    for variable, parts in [] if wrong else _variables(model):
-        whole = np.array(variable.get_value(), np.float32)
-        for name, part in _named_parts(whole, parts):
-            part[...] = tensors[name]
-        variable.set_value(jax.device_put(jnp.asarray(whole), variable.get_value().sharding))
+    for slot in [] if wrong else _slots(model):
+        set_slot_tensors(slot, tensors)
     return wrong
+
+
+def set_slot_tensors(slot: Slot, tensors: Mapping[str, np.ndarray]) -> None:
+    """Writes arrays over those of one slot, in place; those that `tensors` does not name stay."""
+    for suffix, (variable, _) in slot.parts().items():
+        whole = np.array(variable.get_value(), np.float32)
+        for name, part in _named_parts(slot, suffix, whole):
+            part[...] = tensors.get(name, part)
+        variable.set_value(jax.device_put(jnp.asarray(whole), variable.get_value().sharding))
 
 
 def misfits(tensors: Mapping[str, np.ndarray], wanted: Mapping[str, np.ndarray]) -> list[str]:
@@ -62,24 +86,13 @@ def misfits(tensors: Mapping[str, np.ndarray], wanted: Mapping[str, np.ndarray])
     ]
 
 
-def _variables(model: Decoder) -> Iterator[tuple[nnx.Variable, list[tuple[str, int | None, int, _Cut]]]]:
-    """Every variable of the adapters, with (name, row, rank, cut) of each module that has a part of it."""
-    for layer, _ in linears(model):
-        slot: Any = layer.adapter
-        lora = slot.lora if isinstance(slot, Dora) else slot
-        if not isinstance(lora, Lora):
-            continue
-        kinds: list[tuple[str, nnx.Variable, _Cut]] = [
-            (A, lora.a, lambda value, rank: value[:rank]),
-            (B, lora.b, lambda value, rank: value[:, :rank]),
-        ]
-        if isinstance(slot, Dora):
-            kinds.append((MAGNITUDE, slot.magnitude, lambda value, rank: value))
-        for suffix, variable, cut in kinds:
-            yield variable, [(f"{row.name}.{suffix}", row.index, row.rank, cut) for row in lora.rows if row.rank]
+def _slots(model: Decoder) -> Iterator[Any]:
+    return (layer.adapter for layer, _ in linears(model) if layer.adapter is not None)
 
 
-def _named_parts(whole: np.ndarray, parts: list[tuple[str, int | None, int, _Cut]]) -> Iterator[tuple[str, np.ndarray]]:
-    """Views into a variable's array."""
-    for name, index, rank, cut in parts:
-        yield name, cut(whole if index is None else whole[index], rank)
+def _named_parts(slot: Slot, suffix: str, whole: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    """Views of a variable's array, one for each module that has a part of it."""
+    _, cut = slot.parts()[suffix]
+    for row in slot.rows:
+        if row.rank:
+            yield f"{row.name}.{suffix}", cut(whole if row.index is None else whole[row.index], row.rank)

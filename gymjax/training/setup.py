@@ -167,10 +167,10 @@ def choose_trained(
         return train_layers(model, *chosen), None
     if config.model.adapter_name_or_path:
         spec = load_adapter(model, config.model.adapter_name_or_path)
-        if "use_dora" in config.explicit and spec.use_dora != adapter.use_dora:
+        if adapter.use_dora and not spec.use_dora:
             raise ValueError(
-                f"use_dora: {adapter.use_dora}, but adapter_name_or_path: {config.model.adapter_name_or_path} has "
-                f"use_dora: {spec.use_dora}; leave use_dora out to go on with it"
+                f"use_dora: true, but adapter_name_or_path: {config.model.adapter_name_or_path} has use_dora: false; "
+                "leave use_dora out to go on with it"
             )
         return model, spec
     spec = lora_spec(adapter)

@@ -76,7 +76,8 @@ def train(config: Config) -> TrainResult:
         if not start:
             clear_output(folder)
         write_config(folder, config)
-    if not start or not (folder / RESIDUAL).is_dir():
+    goes_on_here = start and not isinstance(config.train.resume_from_checkpoint, str)
+    if not (goes_on_here and (folder / RESIDUAL).is_dir()):
         save_residual_base(run, state.params, folder)
     log = RunLog(
         folder,

@@ -162,5 +162,5 @@ def test_bad_second_start(runs, configure_once):
     first = runs("pissa").run.config.train.output_dir
     with pytest.raises(ConfigError, match=r"pissa_init: true would start adapter_name_or_path: .* anew; take one of"):
         train(configure_once("again", adapter_name_or_path=first, pissa_init=True))
-    with pytest.raises(ValueError, match=r"use_dora: True, but adapter_name_or_path: .* has use_dora: False"):
+    with pytest.raises(ValueError, match=r"use_dora: true, but adapter_name_or_path: .* has use_dora: false"):
         train(configure_once("again", adapter_name_or_path=first, use_dora=True))
