@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from gymjax.adapters.dora import Dora, row_norm
-from gymjax.adapters.lora import LoraSpec, attach, lora_modules, merge
+from gymjax.adapters.lora import Lora, LoraSpec, attach, lora_modules, merge
 from gymjax.adapters.tensors import MAGNITUDE, B, adapter_tensors, set_adapter_tensors
 from gymjax.optim.labels import Trained, labels
 from gymjax.quant import quantize
@@ -91,6 +91,24 @@ def test_merged_weights_compute_what_the_adapter_computes(make_model, tied):
     merge(model)
     np.testing.assert_allclose(logits(model), wanted, atol=1e-5 * np.abs(wanted).max())  # f32 in another order
     assert not list(lora_modules(model))
+
+
+@pytest.mark.parametrize("nf4", [False, True])
+def test_bf16_layer_is_as_exact_as_the_product_with_its_merged_weight(nf4):
+    rng = np.random.default_rng(0)
+    w_OI, a_RI, b_OR, x_BI = (
+        rng.normal(size=shape).astype(np.float32) for shape in ((48, 70), (4, 70), (48, 4), (33, 70))
+    )
+    w = quantize(w_OI) if nf4 else jnp.asarray(w_OI, jnp.bfloat16)
+    lora = Lora(jnp.asarray(a_RI), jnp.asarray(b_OR), np.float32(0.5), dropout=0.0, rows=())
+    layer, x = Dora(lora, w, stacked=False), jnp.asarray(x_BI, jnp.bfloat16)
+    layer.magnitude.set_value(layer.magnitude.get_value() * jnp.linspace(0.5, 2, 48))
+    merged = layer.effective(dense(w, jnp.float32))
+    wanted = np.asarray(x, np.float64) @ np.asarray(merged, np.float64).T
+    error = np.abs(np.asarray(layer(x, w, None), np.float64) - wanted).mean()
+    plain = np.abs(np.asarray(x @ merged.astype(jnp.bfloat16).T, np.float64) - wanted).mean()
+    # base and low-rank product are rounded before they are summed, and the sum again when it is scaled
+    assert error < 1.75 * plain
 
 
 def test_dropout_reaches_base_and_adapter(make_model):
