@@ -71,10 +71,12 @@ def set_adapter_tensors(model: Decoder, tensors: Mapping[str, np.ndarray]) -> li
 def set_slot_tensors(slot: Slot, tensors: Mapping[str, np.ndarray]) -> None:
     """Writes arrays over those of one slot, in place; those that `tensors` does not name stay."""
     for suffix, (variable, _) in slot.parts().items():
-        whole = np.array(variable.get_value(), np.float32)
+        value = variable.get_value()
+        whole = np.array(value, np.float32)
         for name, part in _named_parts(slot, suffix, whole):
             part[...] = tensors.get(name, part)
-        variable.set_value(jax.device_put(jnp.asarray(whole), variable.get_value().sharding))
+        # What is bound to no device stays so: it has to meet bases on any mesh.
+        variable.set_value(jax.device_put(whole, value.sharding) if value.committed else jnp.asarray(whole))
 
 
 def misfits(tensors: Mapping[str, np.ndarray], wanted: Mapping[str, np.ndarray]) -> list[str]:
