@@ -14,10 +14,11 @@ import jax.numpy as jnp
 from gymjax.adapters.lora import merge
 from gymjax.checkpoint.files import replacing
 from gymjax.checkpoint.hf import read_config, save_folder, stored_dtype
-from gymjax.checkpoint.load import LoadedModel, load_base, load_tokenizer, locate, with_adapter
+from gymjax.checkpoint.load import LoadedModel, load_base, load_tokenizer, locate, with_adapter, with_own_base
 from gymjax.checkpoint.peft import CONFIG, WEIGHTS, read_adapter_config
 from gymjax.config import Config, ConfigError, load
 from gymjax.dtypes import Policy
+from gymjax.models.decoder import Decoder
 from gymjax.models.names import linears
 from gymjax.training.command import flag, keys_text, run, split_arguments, take
 from pallas_kernels.nf4_linear import NF4Weight, dequantize
@@ -48,20 +49,25 @@ def load_merged(config: Config, adapter: Path | None) -> LoadedModel:
         FileNotFoundError: a file is missing.
         ValueError: base and adapter do not fit together.
     """
-    path = locate(config.model.model_name_or_path, config.model.cache_dir)
+    base = with_own_base(dataclasses.replace(config.model, quantization_bit=None), adapter)
+    path = locate(base.model_name_or_path, base.cache_dir)
     # A GGUF file's weights are packed in other ways: f32 holds what they stand for.
     dtype = jnp.dtype("float32" if path.suffix == ".gguf" else stored_dtype(read_config(path)))
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        base = dataclasses.replace(config.model, quantization_bit=None)
         loaded = load_base(base, Policy(param=dtype, compute=dtype, reduce=jnp.float32))
-        for layer, _ in linears(loaded.model):
-            w = layer.w.get_value()
-            if isinstance(w, NF4Weight):
-                layer.w.set_value(dequantize(w, dtype))
+        unpack(loaded.model, dtype)
         if adapter is not None:
             loaded = with_adapter(loaded, adapter)
             merge(loaded.model)
     return loaded
+
+
+def unpack(model: Decoder, dtype: jnp.dtype) -> None:
+    """Dequantizes every packed weight, in place."""
+    for layer, _ in linears(model):
+        w = layer.w.get_value()
+        if isinstance(w, NF4Weight):
+            layer.w.set_value(dequantize(w, dtype))
 
 
 def export_model(config: Config, folder: Path | str) -> LoadedModel:

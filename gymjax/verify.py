@@ -19,11 +19,11 @@ from flax import nnx
 from jaxtyping import Float, Int
 
 from gymjax.adapters.lora import merge
-from gymjax.checkpoint.load import load_base, locate
+from gymjax.checkpoint.load import load_base, locate, with_own_base
 from gymjax.checkpoint.peft import load_adapter
 from gymjax.config import Config, ConfigError, load
 from gymjax.dtypes import policy
-from gymjax.export import adapter_folder
+from gymjax.export import adapter_folder, unpack
 from gymjax.models.decoder import Decoder
 from gymjax.training.command import flag, keys_text, run, split_arguments, take
 
@@ -117,6 +117,7 @@ def verify(config: Config, *, torch: bool = True, tolerance: float = 1e-4, token
     if not torch and adapter is None:
         raise ConfigError("torch=false and no adapter: nothing to compare; give adapter_name_or_path")
     python = torch_python() if torch else None
+    config = dataclasses.replace(config, model=with_own_base(config.model, adapter))
     path = locate(config.model.model_name_or_path, config.model.cache_dir)
     model = load_base(dataclasses.replace(config.model, quantization_bit=None), policy("fp32")).model
     length = min(tokens, model.cfg.max_positions)
@@ -137,6 +138,7 @@ def verify(config: Config, *, torch: bool = True, tolerance: float = 1e-4, token
 
 def _merged(config: Config, model: Decoder, adapter: Path, adapted, rows, tolerance: float) -> list[Comparison]:
     """The merged model against the adapter; with a quantized base also against the adapter over that."""
+    unpack(model, jnp.dtype("float32"))
     merge(model)
     merged = logits(model, rows)
     found = [compare("merged in f32; adapter", merged, adapted, tolerance)]

@@ -41,6 +41,25 @@ def test_trains(name, tiny_model, tmp_path, monkeypatch):
     assert expected - {path.name for path in tmp_path.iterdir()} == set()
 
 
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        ("lora_smollm2_identity.yaml", {"use_dora": "true"}),
+        ("qlora_smollm2_identity.yaml", {"pissa_init": "true"}),
+        ("qlora_smollm2_identity.yaml", {"loftq_init": "true"}),
+    ],
+    ids=["dora", "pissa", "loftq"],
+)
+def test_trains_with_one_key_more(name, method, tiny_model, tmp_path, monkeypatch):
+    """Methods that need no file of their own; what the files are about is tested above."""
+    monkeypatch.chdir(ROOT)
+    less = {"eval_dataset": "", "eval_strategy": "no", "save_strategy": "no", "plot_loss": "false"}
+    overrides = OVERRIDES | less | {"model_name_or_path": tiny_model, "output_dir": tmp_path} | method
+    result = train(load(ROOT / "configs" / name, [f"{key}={value}" for key, value in overrides.items()]))
+    assert math.isfinite(result.metrics["train_loss"])
+    assert (tmp_path / "adapter_model.safetensors").is_file()
+
+
 def test_quickstart_shows_answers_and_loss_before_and_after(tiny_model, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     spec = importlib.util.spec_from_file_location("quickstart", ROOT / "scripts" / "quickstart.py")

@@ -1,4 +1,7 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685; rsLoRA, arXiv 2312.03732) attached to a decoder from outside."""
+"""Low-rank adapters (LoRA, arXiv 2106.09685; rsLoRA, arXiv 2312.03732) attached to a decoder from outside.
+
+DoRA wraps one in trained row lengths (dora.py); PiSSA and LoftQ give it another start (svd_start.py).
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
+from gymjax.adapters.dora import Dora
+from gymjax.adapters.tensors import A, B, LoraRow, set_slot_tensors
 from gymjax.models.decoder import Decoder
 from gymjax.models.names import linears
 from gymjax.optim.labels import Trained
@@ -49,6 +54,7 @@ class LoraSpec:
         dropout: probability of dropping an input element of the adapter while training.
         targets: ("all",) for every linear layer of the blocks, else module names ("q_proj") or whole paths.
         use_rslora: rank-stabilised factor.
+        use_dora: train the length of every output row beside its direction.
         rank_pattern: regular expression over module paths -> rank, matched at the end of the path as PEFT does.
         alpha_pattern: likewise -> alpha.
     """
@@ -58,6 +64,7 @@ class LoraSpec:
     dropout: float = 0.0
     targets: tuple[str, ...] = ("all",)
     use_rslora: bool = False
+    use_dora: bool = False
     rank_pattern: Mapping[str, int] = dataclasses.field(default_factory=dict)
     alpha_pattern: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
@@ -103,6 +110,10 @@ class Lora(nnx.Module):
         self.dropout = dropout
         self.rows = rows
 
+    def parts(self):
+        """The two factors and how a row's rank cuts them; see `tensors.Slot`."""
+        return {A: (self.a, lambda a, rank: a[:rank]), B: (self.b, lambda b, rank: b[:, :rank])}
+
     def __call__(self, x: Float[Array, "*B I"], w, key: jax.Array | None) -> Float[Array, "*B O"]:
         """`x @ w.T + factor * (dropout(x) @ a.T) @ b.T`; no key, no dropout."""
         return lora_linear(
@@ -121,26 +132,18 @@ class Lora(nnx.Module):
         return w.astype(jnp.float32) + self.factor.get_value()[..., None, None] * delta
 
 
-@dataclasses.dataclass(frozen=True)
-class LoraRow:
-    """Adapter of one module: its Hugging Face name, its row of the stacked arrays (None: not stacked), its settings."""
-
-    name: str
-    index: int | None
-    rank: int
-    alpha: float
-
-
-def attach(model: Decoder, spec: LoraSpec, *, key: jax.Array) -> None:
+def attach(model: Decoder, spec: LoraSpec, *, key: jax.Array, start: Mapping[str, np.ndarray] | None = None) -> None:
     """Fills the adapter slots of the targeted linear layers, in place.
 
     `a` is uniform in +-1/sqrt(in) (PEFT's kaiming_uniform with a = sqrt(5)), `b` is zero: the first forward pass equals
-    the base's.
+    the base's. Factors of `start` take their place: the base has then given up what they add.
 
     Args:
         model: decoder whose slots are empty.
         spec: what to attach where.
         key: randomness of `a`.
+        start: first factors of every targeted module, "model.layers.3.mlp.up_proj.lora_A.weight" (R, in) and
+            "...lora_B.weight" (out, R); None or empty to draw them.
 
     Raises:
         ValueError: a target or a pattern that names no linear layer, or a slot that is filled already; dropout on the
@@ -155,7 +158,10 @@ def attach(model: Decoder, spec: LoraSpec, *, key: jax.Array) -> None:
             continue
         if layer.adapter is not None:
             raise ValueError(f"{next(iter(names.values()))} has an adapter already; merge it before attaching another")
-        layer.adapter = _new_lora(layer, names, spec, jax.random.fold_in(key, i))
+        lora = _new_lora(layer, names, spec, jax.random.fold_in(key, i))
+        if start:
+            set_slot_tensors(lora, start)
+        layer.adapter = Dora(lora, layer.w.get_value(), stacked=None not in names) if spec.use_dora else lora
 
 
 def _new_lora(layer, names: Mapping[int | None, str], spec: LoraSpec, key: jax.Array) -> Lora:
@@ -186,8 +192,10 @@ def _check_names(spec: LoraSpec, names: list[str]) -> None:
 
 
 def adapters(model: Decoder) -> Iterator[Lora]:
-    """Every filled slot of the model, stacked layers as one."""
-    return (layer.adapter for layer, _ in linears(model) if isinstance(layer.adapter, Lora))
+    """The low-rank part of every filled slot of the model, stacked layers as one."""
+    slots = (layer.adapter for layer, _ in linears(model))
+    parts = (slot.lora if isinstance(slot, Dora) else slot for slot in slots)
+    return (part for part in parts if isinstance(part, Lora))
 
 
 def lora_modules(model: Decoder) -> Iterator[tuple[Lora, LoraRow]]:
@@ -204,7 +212,7 @@ def row_weights(lora: Lora, row: LoraRow) -> tuple[Array, Array, Array]:
 
 
 def merge(model: Decoder) -> None:
-    """Adds every adapter's `factor * b @ a` to its dense base in f32, rounds once, and empties the slots, in place.
+    """Puts every adapter's effective weight, computed in f32 and rounded once, over its dense base; empties the slots.
 
     Raises:
         ValueError: the base is quantized; load it in 16 bits to merge into.

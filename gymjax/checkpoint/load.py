@@ -12,11 +12,12 @@ import numpy as np
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from gymjax.checkpoint.adapter_base import own_base
 from gymjax.checkpoint.gguf_file import GGUFFile
 from gymjax.checkpoint.gguf_tokenizer import tokenizer_from_gguf
 from gymjax.checkpoint.hf import HFFolder, open_folder, read_json
 from gymjax.checkpoint.peft import load_adapter
-from gymjax.checkpoint.weights import Place, load_decoder
+from gymjax.checkpoint.weights import Place, Split, load_decoder
 from gymjax.config.sections import ModelConfig
 from gymjax.dtypes import Policy
 from gymjax.models import decoder_config
@@ -46,7 +47,23 @@ class LoadedModel:
     source: Path
 
 
-def load_base(config: ModelConfig, policy: Policy, *, place: Place | None = None) -> LoadedModel:
+def with_own_base(config: ModelConfig, adapter: Path | str | None) -> ModelConfig:
+    """The model section with the base that an adapter brought along, where it brought one.
+
+    Args:
+        config: of the run.
+        adapter: PEFT folder; None for no adapter.
+
+    Raises:
+        FileNotFoundError: the adapter needs a base of its own, which is not there.
+    """
+    base = None if adapter is None else own_base(Path(adapter))
+    return config if base is None else dataclasses.replace(config, model_name_or_path=str(base))
+
+
+def load_base(
+    config: ModelConfig, policy: Policy, *, place: Place | None = None, split: Split | None = None
+) -> LoadedModel:
     """Load a base model, one variable of the tree in host memory at a time.
 
     Args:
@@ -55,6 +72,7 @@ def load_base(config: ModelConfig, policy: Policy, *, place: Place | None = None
             checkpoint stays packed whatever the setting.
         policy: dtypes of the dense weights and of the computation.
         place: see `weights.load_decoder`.
+        split: likewise.
 
     Raises:
         FileNotFoundError: the model, or a file of it, is not there.
@@ -78,6 +96,7 @@ def load_base(config: ModelConfig, policy: Policy, *, place: Place | None = None
         quantize_nf4=config.quantization_bit == 4,
         double_quant=config.double_quantization,
         place=place,
+        split=split,
     )
     return LoadedModel(model, hf_config, tokenizer, _generation_config(path), path)
 

@@ -1,7 +1,6 @@
 """Adapter folders that PEFT loads: adapter_config.json and adapter_model.safetensors."""
 
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,21 +8,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gymjax.adapters.lora import LoraRow, LoraSpec, attach, lora_modules
+from gymjax.adapters.lora import LoraSpec, attach, lora_modules
 from gymjax.adapters.select import train_modules
+from gymjax.adapters.svd_start import EXACT, SvdStart, as_plain_lora, split_weight
+from gymjax.adapters.tensors import SUFFIXES, A, B, adapter_tensors, misfits, set_adapter_tensors
+from gymjax.checkpoint.adapter_base import CONFIG, check_base, own_base
 from gymjax.checkpoint.files import replacing, require_space
 from gymjax.checkpoint.hf import read_json, write_json
 from gymjax.checkpoint.safetensors_io import Tensor, open_tensors, total_bytes, write_tensors
 from gymjax.models.decoder import Decoder
-from gymjax.models.names import HFWeight, hf_weights, node_at
+from gymjax.models.names import HFWeight, hf_weights, linears, node_at
 from gymjax.optim.labels import Trained
+from pallas_kernels.nf4_linear import NF4Weight
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _EMBED, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Settings of PEFT's LoraConfig that change what the adapter computes, with the only values that are done here.
 _ONLY = {
-    "use_dora": (False, None),
     "lora_bias": (False, None),
     "bias": ("none", None),
     "fan_in_fan_out": (False, None),
@@ -34,6 +36,8 @@ _ONLY = {
     "use_qalora": (False, None),
     "use_bdlora": (False, None),
 }
+# How PEFT started the factors, where loading needs nothing done about it.
+_STARTS = (True, False, None, "gaussian", "eva", "orthogonal", "pissa")
 
 
 def save_adapter(
@@ -42,6 +46,7 @@ def save_adapter(
     spec: LoraSpec,
     *,
     base: str,
+    start: Mapping[str, np.ndarray] | None = None,
     tokenizer: Any = None,
 ) -> None:
     """Write a model's adapters, in f32, as PEFT stores them; all files or none.
@@ -54,18 +59,20 @@ def save_adapter(
         model: with adapters attached.
         spec: what they were attached with.
         base: base_model_name_or_path for the config.
+        start: factors that the model's base gave up: the adapter is written as plain LoRA of twice the rank, for the
+            base as it was before.
         tokenizer: written with its `save_pretrained`.
 
     Raises:
         ValueError: the model has no adapter.
         OSError: not enough disk; what the folder held is intact.
     """
-    tensors: dict[str, Tensor] = {}
-    for row, a, b in _host_factors(model):
-        tensors[f"{_PREFIX}{row.name}.lora_A.weight"] = _tensor(a)
-        tensors[f"{_PREFIX}{row.name}.lora_B.weight"] = _tensor(b)
-    if not tensors:
+    arrays = adapter_tensors(model)
+    if not arrays:
         raise ValueError("the model has no adapter to save; save a whole model with save_folder")
+    if start:
+        spec, arrays = as_plain_lora(spec, arrays, start)
+    tensors = {_PREFIX + name: _tensor(value) for name, value in arrays.items()}
     saved = _trained_base_weights(model)
     for weight in saved:
         tensors[_PREFIX + weight.name] = _tensor(_weight_row(model, weight))
@@ -80,16 +87,6 @@ def save_adapter(
         write_json(temporary / CONFIG, config)
         if tokenizer is not None:
             tokenizer.save_pretrained(str(temporary))
-
-
-def _host_factors(model: Decoder) -> Iterator[tuple[LoraRow, np.ndarray, np.ndarray]]:
-    """Every adapted module with its own a (R, in) and b (out, R); each stacked array comes to the host once."""
-    previous, a, b = None, np.empty(0), np.empty(0)
-    for lora, row in lora_modules(model):
-        if lora is not previous:
-            previous, a, b = lora, np.asarray(lora.a.get_value()), np.asarray(lora.b.get_value())
-        at = () if row.index is None else (row.index,)
-        yield row, a[at][: row.rank], b[at][:, : row.rank]
 
 
 def _tensor(value: np.ndarray) -> Tensor:
@@ -109,7 +106,7 @@ def _config(
         "target_modules": _short_names(names, [name for name in _linear_names(model) if name not in set(names)]),
         "bias": "none",
         "use_rslora": spec.use_rslora,
-        "use_dora": False,
+        "use_dora": spec.use_dora,
         "modules_to_save": modules or None,
         "ensure_weight_tying": tied,
         "rank_pattern": dict(spec.rank_pattern),
@@ -165,14 +162,24 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     config = read_json(path)
     if config.get("peft_type") != "LORA":
         raise ValueError(f"{path}: peft_type {config.get('peft_type')} is not supported; supported: LORA")
+    start = config.get("init_lora_weights")
+    if start not in _STARTS:
+        raise ValueError(
+            f"{path}: init_lora_weights: {start} changed the base in a way that this file does not repeat; save the "
+            "adapter with PEFT's path_initial_model_for_weight_conversion, or save the changed base too and name it as "
+            "base_model_name_or_path, with init_lora_weights: true"
+        )
     wrong = [f"{key}: {config[key]}" for key, values in _ONLY.items() if key in config and config[key] not in values]
     if wrong:
-        raise ValueError(f"{path}: not supported: {', '.join(wrong)}; plain LoRA and rsLoRA are")
+        raise ValueError(f"{path}: not supported: {', '.join(wrong)}; LoRA, rsLoRA and DoRA are")
     return config
 
 
 def load_adapter(model: Decoder, folder: Path | str) -> LoraSpec:
     """Attach the adapter of a PEFT folder to a model, in place; its modules_to_save become trained weights.
+
+    A PiSSA adapter of PEFT's, which counts on a base without its principal part, becomes plain LoRA of twice the rank
+    over the base as it is.
 
     Args:
         model: its base, without adapters.
@@ -192,10 +199,12 @@ def load_adapter(model: Decoder, folder: Path | str) -> LoraSpec:
             f"{folder} holds adapter_model.bin, pickled and never read; save the adapter again with PEFT >= 0.5"
         )
     tensors = {name.removeprefix(_PREFIX): value for name, value in open_tensors(folder / WEIGHTS).items()}
-    modules = sorted({m[1] for name in tensors if (m := re.fullmatch(r"(.+)\.lora_[AB]\.weight", name))})
+    suffixes = SUFFIXES if config.get("use_dora") else (A, B)
+    adapted = {name: value for name, value in tensors.items() if name.endswith(suffixes)}
+    modules = sorted({name.rpartition(".lora_")[0] for name in adapted})
     whole = {name: value for name, value in tensors.items() if ".lora_" not in name}
     unknown = sorted((set(modules) - set(_linear_names(model))) | (set(whole) - _names_and_head(model)))
-    unknown += [name for name in tensors if ".lora_" in name and not re.search(r"\.lora_[AB]\.weight$", name)]
+    unknown += sorted(tensors.keys() - adapted.keys() - whole.keys())
     if unknown or not modules:
         raise ValueError(
             f"{folder}: the adapter does not fit this base: {', '.join(unknown[:6]) or 'it holds no lora_A'} "
@@ -207,11 +216,17 @@ def load_adapter(model: Decoder, folder: Path | str) -> LoraSpec:
         dropout=config.get("lora_dropout") or 0.0,
         targets=tuple(modules),
         use_rslora=bool(config.get("use_rslora")),
+        use_dora=bool(config.get("use_dora")),
         rank_pattern=config.get("rank_pattern") or {},
         alpha_pattern=config.get("alpha_pattern") or {},
     )
+    base = own_base(folder)
+    if base is not None:
+        check_base(model, folder, base, modules[0])
+    if config.get("init_lora_weights") == "pissa":
+        spec, adapted = _over_whole_base(folder, model, spec, adapted)
     attach(model, spec, key=jax.random.key(0))
-    _fill(folder, model, tensors)
+    _refuse(folder, set_adapter_tensors(model, adapted))
     _load_whole(folder, model, whole)
     return spec
 
@@ -220,27 +235,32 @@ def _names_and_head(model: Decoder) -> set[str]:
     return {weight.name for weight in hf_weights(model.cfg)} | {_HEAD}
 
 
-def _fill(folder: Path, model: Decoder, tensors: Mapping[str, np.ndarray]) -> None:
-    """Write the factors of every module over the freshly attached ones."""
-    values: dict[int, tuple[Any, np.ndarray]] = {}
-    wrong = []
-    for lora, row in lora_modules(model):
-        for variable, kind in ((lora.a, "A"), (lora.b, "B")):
-            name = f"{row.name}.lora_{kind}.weight"
-            _, array = values.setdefault(id(variable), (variable, np.array(variable.get_value())))
-            part = array if row.index is None else array[row.index]
-            part = part[: row.rank] if kind == "A" else part[:, : row.rank]
-            if name not in tensors or tensors[name].shape != part.shape:
-                wrong.append(f"{name} is {tensors[name].shape if name in tensors else 'missing'}, must be {part.shape}")
-            else:
-                part[...] = tensors[name]
+def _over_whole_base(
+    folder: Path, model: Decoder, spec: LoraSpec, tensors: dict[str, np.ndarray]
+) -> tuple[LoraSpec, dict[str, np.ndarray]]:
+    """A PiSSA adapter as plain LoRA: its first factors are found again from the base, as PEFT does on loading."""
+    start: dict[str, np.ndarray] = {}
+    for layer, names in linears(model):
+        w = layer.w.get_value()
+        for index, name in names.items():
+            if spec.rank_of(name) and isinstance(w, NF4Weight):
+                raise ValueError(
+                    f"{folder}: init_lora_weights: pissa starts from 16-bit weights, but {name} is quantized; leave "
+                    "quantization_bit out, or convert it with PEFT's path_initial_model_for_weight_conversion"
+                )
+            if spec.rank_of(name):
+                row = np.asarray(w if index is None else w[index])
+                split_weight(SvdStart("pissa", EXACT, seed=0), spec, start, name, row, lambda rest: rest)
+    _refuse(folder, misfits(tensors, start))
+    return as_plain_lora(spec, tensors, start)
+
+
+def _refuse(folder: Path, wrong: Sequence[str]) -> None:
     if wrong:
         raise ValueError(
             f"{folder}: {len(wrong)} tensors do not fit {CONFIG} and the base: {'; '.join(wrong[:6])}. "
             "Check r, rank_pattern and the base model"
         )
-    for variable, array in values.values():
-        variable.set_value(jax.device_put(jnp.asarray(array), variable.get_value().sharding))
 
 
 def _load_whole(folder: Path, model: Decoder, whole: Mapping[str, np.ndarray]) -> None:

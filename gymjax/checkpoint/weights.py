@@ -10,6 +10,7 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
+from gymjax.adapters.svd_start import Pack
 from gymjax.checkpoint.safetensors_io import Tensor
 from gymjax.models.decoder import Decoder, DecoderConfig
 from gymjax.models.names import HFWeight, hf_weights, node_at
@@ -17,6 +18,8 @@ from gymjax.quant.nf4 import quantize, to_bitsandbytes
 from pallas_kernels.nf4_linear import NF4Weight, dequantize
 
 Place = Callable[[tuple[str | int, ...], Any], Any]
+Split = Callable[[str, Any, Pack], Any]
+_SPLITS = 4  # weights that are split at a time: each takes several f32 copies, and its products have their own threads
 _SHOWN = 12  # names listed of each kind of trouble
 
 
@@ -44,6 +47,7 @@ def load_decoder(
     quantize_nf4: bool = False,
     double_quant: bool = True,
     place: Place | None = None,
+    split: Split | None = None,
 ) -> Decoder:
     """Build a decoder from named tensors, one variable of the tree in host memory at a time.
 
@@ -56,6 +60,8 @@ def load_decoder(
         double_quant: pack the block scales too.
         place: puts a variable's value (array or NF4Weight of NumPy arrays, stacked over layers) on its devices, given
             its path; default `jax.device_put`.
+        split: gives (module name, weight, how it would be stored) what is stored of it; called for a few weights at a
+            time. See adapters/svd_start.py.
 
     Raises:
         ValueError: tensors are missing, left over or of the wrong shape; one message names them all.
@@ -67,15 +73,20 @@ def load_decoder(
     by_path: dict[tuple, list[HFWeight]] = {}
     for weight in weights:
         by_path.setdefault(weight.path, []).append(weight)
-    with ThreadPoolExecutor() as pool:
+
+    def read(weight: HFWeight) -> np.ndarray | NF4Weight:
+        def store(value: Any) -> np.ndarray | NF4Weight:  # a dense value is rounded where it is stacked
+            if quantize_nf4 and weight.quantizable and not isinstance(value, NF4Weight):
+                return quantize(value, double_quant=double_quant, dtype=np.dtype(dtype).name)
+            return value
+
+        value = source.read(weight.name)
+        if split is None or not (weight.quantizable or weight.path == ("head", "w")):
+            return store(value)
+        return split(weight.name.removesuffix(".weight"), value, store)
+
+    with ThreadPoolExecutor(None if split is None else _SPLITS) as pool:
         for path, rows in by_path.items():
-
-            def read(weight: HFWeight) -> np.ndarray | NF4Weight:
-                value = source.read(weight.name)
-                if quantize_nf4 and weight.quantizable and not isinstance(value, NF4Weight):
-                    return quantize(value, double_quant=double_quant, dtype=np.dtype(dtype).name)
-                return value
-
             value = _stack(rows, read, np.dtype(dtype), pool)
             node_at(model, path).set_value(place(path, value))
     return model

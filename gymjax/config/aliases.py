@@ -15,6 +15,7 @@ RENAMED: dict[str, str] = {
     "lora_modules_to_save": "additional_target",
     "modules_to_save": "additional_target",
     "peft_use_rslora": "use_rslora",
+    "peft_use_dora": "use_dora",
     "sequence_len": "cutoff_len",
     "max_seq_length": "cutoff_len",
     "sample_packing": "packing",
@@ -41,6 +42,7 @@ VALUED: dict[str, dict[str, dict[str, str]]] = {
         "qlora": {"finetuning_type": "lora", "quantization_bit": "4"},
     },
     "load_in_4bit": {"true": {"quantization_bit": "4"}, "false": {}},
+    "loftq_bits": {"4": {}},
     "lora_target_linear": {"true": {"lora_target": "all"}, "false": {}},
     "neat_packing": {"true": {"packing": "true"}, "false": {}},
     "use_muon": {"true": {"optim": "muon"}, "false": {}},
@@ -161,6 +163,38 @@ def _plugins(key: str, value: Any) -> dict[str, Any]:
     return {}
 
 
+def _init_lora_weights(key: str, value: Any) -> dict[str, Any]:
+    """PEFT's `true`, `pissa`, `pissa_niter_N` and `loftq`."""
+    written = text(value)
+    if written.lower() == "true":
+        return {}
+    if written == "loftq":
+        return {"loftq_init": True}
+    if written == "pissa":
+        return {"pissa_init": True, "pissa_iter": -1}
+    if written.startswith("pissa_niter_"):
+        return {"pissa_init": True, "pissa_iter": written.removeprefix("pissa_niter_")}
+    raise ValueError(f"{key}: {written} is known, not supported yet; use true, pissa, pissa_niter_N or loftq")
+
+
+def _loftq_config(key: str, value: Any) -> dict[str, Any]:
+    """PEFT's `{loftq_bits: 4, loftq_iter: 1}`."""
+    numbers = coerce(value, Mapping[str, int])
+    unknown = sorted(set(numbers) - {"loftq_bits", "loftq_iter"})
+    if unknown:
+        raise ValueError(f"{key} takes loftq_bits and loftq_iter, has {', '.join(unknown)}")
+    if numbers.get("loftq_bits", 4) != 4:
+        raise ValueError(f"{key}.loftq_bits must be 4, is {numbers['loftq_bits']}; the base is packed into NF4")
+    return {name: number for name, number in numbers.items() if name == "loftq_iter"}
+
+
+def _peft(key: str, value: Any) -> dict[str, Any]:
+    """Axolotl's `{loftq_config: {loftq_bits: 4}}`, which asks for LoftQ."""
+    if isinstance(value, Mapping) and set(value) == {"loftq_config"}:
+        return {"loftq_init": True} | _loftq_config(f"{key}.loftq_config", value["loftq_config"])
+    raise ValueError(f"{key} takes loftq_config, is {value!r}")
+
+
 _OWN_KERNELS = ("liger", "cut_cross_entropy")
 
 # Names whose value has to be taken apart; each returns values for our keys or raises ValueError.
@@ -170,5 +204,9 @@ STRUCTURED: dict[str, Callable[[str, Any], dict[str, Any]]] = {
     "lr_scheduler_kwargs": _scheduler_kwargs,
     "warmup_steps": _warmup_steps,
     "special_tokens": _special_tokens,
+    "init_lora_weights": _init_lora_weights,
+    "peft_init_lora_weights": _init_lora_weights,
+    "loftq_config": _loftq_config,
+    "peft": _peft,
     "plugins": _plugins,
 }

@@ -17,23 +17,24 @@ def problems(config: Config) -> Iterator[Problem]:
     if not config.model.model_name_or_path:
         yield ("model_name_or_path",), "model_name_or_path must be given: a folder, a .gguf file or a hub id"
     yield from out_of_range(config)
-    for rule in (_adapter, _data, _mixing, _schedule, _precision, _evaluation, _best_model, _mesh):
+    for rule in (_adapter, _start, _data, _mixing, _schedule, _precision, _evaluation, _best_model, _mesh):
         yield from rule(config)
 
 
 def inapplicable(config: Config) -> set[str]:
-    """Return the keys that mean nothing with this finetuning_type and precision; giving one is an error."""
+    """Return the keys that mean nothing with this finetuning_type, start and precision; giving one is an error."""
     kind = config.adapter.finetuning_type
     keys = set() if kind == "lora" else set(LORA_KEYS)
     keys |= set() if kind == "freeze" else set(FREEZE_KEYS)
+    keys |= set() if config.adapter.pissa_init else {"pissa_iter", "pissa_convert"}
+    keys |= set() if config.adapter.loftq_init else {"loftq_iter"}
     return keys if config.train.fp16 else keys | {"loss_scale"}
 
 
 def _adapter(config: Config) -> Iterator[Problem]:
     kind = config.adapter.finetuning_type
-    idle = inapplicable(config) & config.explicit
     for group, remedy in ((LORA_KEYS, "lora"), (FREEZE_KEYS, "freeze")):
-        given = [key for key in group if key in idle]
+        given = [key for key in group if key in config.explicit and kind != remedy]
         if given:
             message = f"{', '.join(given)} would do nothing with finetuning_type: {kind}"
             yield (*given, "finetuning_type"), f"{message}; remove it, or set finetuning_type: {remedy}"
@@ -51,6 +52,33 @@ def _adapter(config: Config) -> Iterator[Problem]:
     if kind == "freeze" and config.adapter.freeze_trainable_layers == 0:
         message = "freeze_trainable_layers: 0 with finetuning_type: freeze trains no layer"
         yield ("freeze_trainable_layers", "finetuning_type"), f"{message}; give n (the last n) or -n (the first n)"
+
+
+def _start(config: Config) -> Iterator[Problem]:
+    """Where A and B come from."""
+    adapter, bits = config.adapter, config.model.quantization_bit
+    if adapter.finetuning_type != "lora":
+        return
+    for owner, keys in (("pissa_init", ("pissa_iter", "pissa_convert")), ("loftq_init", ("loftq_iter",))):
+        # False asks for nothing: files of other systems spell it out.
+        given = [key for key in keys if key in config.explicit and getattr(adapter, key) is not False]
+        if given and not getattr(adapter, owner):
+            yield (*given, owner), f"{', '.join(given)} would do nothing without {owner}: true; remove it, or set that"
+    if adapter.pissa_init and adapter.loftq_init:
+        message = "pissa_init: true and loftq_init: true exclude each other"
+        yield ("pissa_init", "loftq_init"), f"{message}: A and B have one start; keep one"
+    if adapter.loftq_init and not bits:
+        message = "loftq_init: true has no loss to start from with quantization_bit: null"
+        yield ("loftq_init",), f"{message}; set quantization_bit: 4, or use pissa_init"
+    if adapter.loftq_init and "lm_head" in adapter.lora_target:
+        message = f"loftq_init: true cannot start lora_target: {', '.join(adapter.lora_target)}"
+        yield ("loftq_init", "lora_target"), f"{message}; lm_head is never quantized: take it out"
+    if adapter.pissa_init and adapter.pissa_convert and bits:
+        message = f"pissa_convert: true with quantization_bit: {bits} would not be exact"
+        remedy = (
+            "the quantized rest is no part of the original weights; leave pissa_convert out: residual_base is saved"
+        )
+        yield ("pissa_convert", "quantization_bit"), f"{message}: {remedy}"
 
 
 def _data(config: Config) -> Iterator[Problem]:

@@ -66,7 +66,7 @@ ACCEPTED_PREFIXES: dict[str, str] = {"liger_": _FUSED, "cut_cross_entropy": _FUS
 
 _LATER_STAGE = "only stage: sft and pt run; remove it"
 _FSDP = "set fsdp_size (devices that share one copy of the weights) and dp_size"
-_PLAIN_LORA = "use finetuning_type: lora with use_rslora or loraplus_lr_ratio"
+_LORA = "use finetuning_type: lora with use_dora, pissa_init, use_rslora or loraplus_lr_ratio"
 _OPTIM = "use optim: adamw, adafactor, lion, sgd or muon"
 _NO_HUB = "upload output_dir with `hf upload`"
 _REPORT = "use report_to: tensorboard"
@@ -81,14 +81,10 @@ _TOKENS = "add tokens to the tokenizer and the model beforehand"
 
 # Known, not done: key -> what to do instead. Unset, false, zero-length values, or those in HARMLESS pass.
 UNSUPPORTED: dict[str, str] = {
-    "use_dora": _PLAIN_LORA,
-    "peft_use_dora": _PLAIN_LORA,
     "use_llama_pro": _FREEZE,
     "unfrozen_parameters": _FREEZE,
     "create_new_adapter": "merge the old adapter with python -m gymjax.export, then train on the result",
     "loraplus_lr_embedding": "loraplus_lr_ratio covers the adapters; embeddings follow learning_rate",
-    "peft_init_lora_weights": "A is drawn at random and B is zero",
-    "init_lora_weights": "A is drawn at random and B is zero",
     "module_dropout": "use finetuning_type: lora with lora_dropout",
     "lora_target_parameters": "name modules in lora_target",
     "lora_layers_to_transform": "use lora_rank_pattern, or finetuning_type: freeze",
@@ -188,9 +184,7 @@ UNSUPPORTED: dict[str, str] = {
     "auto_find_batch_size": "set per_device_train_batch_size; the memory that is needed is printed before training",
 }
 UNSUPPORTED_PREFIXES: dict[str, str] = {
-    "pissa_": _PLAIN_LORA,
-    "oft_": _PLAIN_LORA,
-    "loftq_": _PLAIN_LORA,
+    "oft_": _LORA,
     "galore_": _OPTIM,
     "apollo_": _OPTIM,
     "badam_": _OPTIM,
@@ -230,8 +224,6 @@ HARMLESS: dict[str, tuple[str, ...]] = {
     "infer_dtype": ("auto",),
     "model_revision": ("main",),
     "revision_of_model": ("main",),
-    "peft_init_lora_weights": ("true",),
-    "init_lora_weights": ("true",),
     "ignore_pad_token_for_loss": ("true",),
     "num_beams": ("1",),
     "length_penalty": ("1.0", "1"),
@@ -246,7 +238,7 @@ HARMLESS: dict[str, tuple[str, ...]] = {
 # Values of our own keys that others have and we lack: key -> value -> what to do instead.
 UNSUPPORTED_VALUES: dict[str, dict[str, str]] = {
     "stage": dict.fromkeys(("rm", "ppo", "dpo", "kto", "grpo", "gspo", "orpo"), "use stage: sft or pt"),
-    "finetuning_type": dict.fromkeys(("oft", "dora"), _PLAIN_LORA),
+    "finetuning_type": {"oft": _LORA, "dora": "use finetuning_type: lora with use_dora: true"},
     "quantization_bit": dict.fromkeys(("2", "3", "5", "6", "8"), _NF4),
     "quantization_type": {"fp4": "use quantization_type: nf4"},
     "report_to": dict.fromkeys(("wandb", "swanlab", "mlflow", "comet", "all", "trackio"), _REPORT),

@@ -13,12 +13,18 @@ def check_trainable(config: Config) -> None:
     """Refuse a configuration that loads and has nothing to train.
 
     Raises:
-        ConfigError: no dataset, or do_train: false.
+        ConfigError: no dataset, do_train: false, or another start for an adapter that has one.
     """
     if not config.data.dataset:
         raise ConfigError("dataset must be given: a name in dataset_info.json, a file or a folder")
     if not config.train.do_train:
         raise ConfigError("do_train: false, but gymjax.train always trains; to evaluate run python -m gymjax.evaluate")
+    for key in ("pissa_init", "loftq_init"):
+        if config.model.adapter_name_or_path and getattr(config.adapter, key):
+            raise ConfigError(
+                f"{key}: true would start adapter_name_or_path: {config.model.adapter_name_or_path} anew; take one of "
+                "them out"
+            )
 
 
 def check_output_dir(config: Config) -> None:

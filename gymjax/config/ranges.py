@@ -22,6 +22,8 @@ RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "lora_rank": _AT_LEAST_1,
     "lora_alpha": _AT_LEAST_1,
     "lora_dropout": _SHARE,
+    "pissa_iter": ("-1 (exact) or at least 1", lambda v: v == -1 or v >= 1),
+    "loftq_iter": _AT_LEAST_1,
     "loraplus_lr_ratio": _ABOVE_0,
     "learning_rate": _SHARE_WITH_1,
     "adam_beta1": _SHARE,

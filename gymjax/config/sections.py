@@ -57,6 +57,12 @@ class AdapterConfig:
     lora_dropout: float = 0.0
     lora_target: tuple[str, ...] = ("all",)  # all = every linear layer of the blocks
     use_rslora: bool = False
+    use_dora: bool = False  # trains the length of every output row beside its direction
+    pissa_init: bool = False  # A and B start as the base's principal directions, and the base keeps the rest
+    pissa_iter: int = 16  # subspace iterations of the fast SVD; -1 = exact SVD
+    pissa_convert: bool = False  # writes plain LoRA of twice the rank for the original base, instead of residual_base
+    loftq_init: bool = False  # ours (PEFT: init_lora_weights: loftq): A and B start as what quantizing the base loses
+    loftq_iter: int = 1  # alternations of quantizing and SVD
     loraplus_lr_ratio: float | None = None  # learning rate of B over that of A
     additional_target: tuple[str, ...] = ()  # modules trained whole and saved with the adapter (PEFT modules_to_save)
     lora_rank_pattern: Mapping[str, int] = field(default_factory=dict)

@@ -149,6 +149,7 @@ def save_checkpoint(
         "log_history": log.history,
         "progress": progress.saved(),
         "data": run.fingerprint,
+        "adapter_start": None if run.adapter_start is None else run.adapter_start.describe(),
         "best_metric": progress.best.loss if progress.best.step else None,
         "best_global_step": progress.best.step or None,
     }

@@ -12,10 +12,12 @@ import jax
 from flax import nnx
 from jax.experimental import multihost_utils
 
+from gymjax.checkpoint.adapter_base import RESIDUAL
 from gymjax.checkpoint.files import replacing
 from gymjax.checkpoint.hf import save_folder, stored_dtype, write_json
 from gymjax.checkpoint.peft import save_adapter
 from gymjax.config import Config, to_yaml
+from gymjax.dtypes import policy
 from gymjax.models.decoder import Decoder
 from gymjax.training.setup import Run
 
@@ -37,7 +39,7 @@ def save_weights(run: Run, params: nnx.State, folder: Path) -> None:
         return
     model = nnx.merge(run.graphdef, params, frozen)
     if run.lora is not None:
-        save_adapter(folder, model, run.lora, base=run.config.model.model_name_or_path, tokenizer=run.tokenizer)
+        save_adapter(folder, model, run.lora, base=run.adapter_base, start=run.given_up, tokenizer=run.tokenizer)
         return
     save_folder(
         folder,
@@ -47,6 +49,29 @@ def save_weights(run: Run, params: nnx.State, folder: Path) -> None:
         export_size=run.config.export.export_size,
         tokenizer=run.tokenizer,
         generation_config=run.generation_config or None,
+    )
+
+
+def save_residual_base(run: Run, params: nnx.State, folder: Path) -> None:
+    """Writes `folder`/residual_base, the weights that PiSSA or LoftQ left the base with, as they are in memory.
+
+    Nothing where adapters belong to the original model, or to a base that an earlier run wrote.
+    """
+    target = folder / RESIDUAL
+    if run.adapter_base != str(target):
+        return
+    params, frozen = on_host(params), on_host(run.frozen)
+    if jax.process_index():
+        return
+    save_folder(
+        target,
+        nnx.merge(run.graphdef, params, frozen),
+        run.hf_config,
+        dtype=policy(run.precision).param,
+        export_size=run.config.export.export_size,
+        tokenizer=run.tokenizer,
+        generation_config=run.generation_config or None,
+        keep_packed=True,
     )
 
 
@@ -74,7 +99,8 @@ def write_card(folder: Path, run: Run, metrics: Mapping[str, float]) -> None:
     base, data = config.model.model_name_or_path, ", ".join(config.data.dataset)
     method = config.adapter.finetuning_type
     if run.lora is not None:
-        method = f"LoRA, rank {run.lora.rank}, alpha {run.lora.alpha:g}"
+        method = f"{'DoRA' if run.lora.use_dora else 'LoRA'}, rank {run.lora.rank}, alpha {run.lora.alpha:g}"
+        method += f", started by {run.adapter_start.describe()}" if run.adapter_start is not None else ""
         method += f" over a {config.model.quantization_bit}-bit base" if config.model.quantization_bit else ""
     lines = [
         "---",
@@ -97,11 +123,11 @@ WRITTEN = ("trainer_state.json", "all_results.json", "train_results.json", "eval
 
 
 def clear_output(folder: Path) -> None:
-    """Removes checkpoints and logs of an earlier run, which would mix with this one's; other files stay."""
+    """Removes checkpoints, logs and the residual base of an earlier run, which this one replaces; other files stay."""
     if not folder.is_dir():
         return
     for path in folder.iterdir():
-        if path.is_dir() and re.fullmatch(r"checkpoint-\d+", path.name):
+        if path.is_dir() and re.fullmatch(rf"checkpoint-\d+|{RESIDUAL}", path.name):
             shutil.rmtree(path)
         elif path.name in WRITTEN:
             path.unlink()

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 
 import jax
+from flax import nnx
 
 import pallas_kernels.flash_attention as flash
-from gymjax.adapters.lora import adapters
 from gymjax.dtypes import policy
-from gymjax.models.names import hf_weights
+from gymjax.models.names import hf_weights, linears
+from gymjax.optim.labels import Trained
 from gymjax.quant import weight_bytes
 from gymjax.training.metrics import GIB, device_memory_gib
 from gymjax.training.outputs import model_with
@@ -21,8 +22,9 @@ def parameter_counts(run: Run, state: TrainState) -> tuple[int, int]:
     """(all, trained) numbers of weights; packed weights count as what they stand for."""
     trained = sum(leaf.size for leaf in jax.tree.leaves(state.params))
     base = sum(math.prod(weight.shape) for weight in hf_weights(run.cfg))
-    attached = adapters(model_with(run, state.params))
-    added = sum(lora.a.get_value().size + lora.b.get_value().size for lora in attached)
+    layers = linears(model_with(run, state.params))
+    attached = [nnx.state(layer.adapter, Trained) for layer, _ in layers if layer.adapter is not None]
+    added = sum(leaf.size for leaf in jax.tree.leaves(attached))
     return base + added, trained
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Mesh
@@ -17,8 +18,11 @@ from transformers import PreTrainedTokenizerBase
 
 from gymjax.adapters.lora import LoraSpec, attach
 from gymjax.adapters.select import train_all, train_layers, train_modules
-from gymjax.checkpoint.load import LoadedModel, load_base
+from gymjax.adapters.svd_start import SvdStart, split_weight
+from gymjax.checkpoint.adapter_base import RESIDUAL, own_base
+from gymjax.checkpoint.load import LoadedModel, load_base, with_own_base
 from gymjax.checkpoint.peft import load_adapter
+from gymjax.checkpoint.weights import Split
 from gymjax.config import AdapterConfig, Config
 from gymjax.data.loader import Loader
 from gymjax.data.prepare import Prepared, prepare
@@ -45,6 +49,9 @@ class Run:
         generation_config: the base's generation_config.json, empty without one.
         tokenizer: with the chat template that is trained.
         lora: adapter settings; None when base weights are trained.
+        adapter_start: how the adapter's first factors were made from the base; None where they were drawn or loaded.
+        given_up: those factors by PEFT's names, where saved adapters add them to the original base again; else empty.
+        adapter_base: the model that a saved adapter belongs to, for its adapter_config.json.
         prepared: tokenized data and its report.
         fingerprint: of the training data, to know it again on resume.
         loader: training batches.
@@ -65,6 +72,9 @@ class Run:
     generation_config: Mapping[str, Any]
     tokenizer: PreTrainedTokenizerBase
     lora: LoraSpec | None
+    adapter_start: SvdStart | None
+    given_up: Mapping[str, np.ndarray]
+    adapter_base: str
     prepared: Prepared
     fingerprint: str
     loader: Loader
@@ -82,12 +92,16 @@ def precision_of(config: Config) -> Precision:
     return resolve_precision(config.train.bf16, config.train.fp16, jax.default_backend() == "gpu")
 
 
-def load_model(config: Config, mesh: Mesh | None = None) -> LoadedModel:
-    """The base a config names, in the run's precision, packed when quantization_bit says so, spread over a mesh."""
+def load_model(config: Config, mesh: Mesh | None = None, split: Split | None = None) -> LoadedModel:
+    """The base a config names, in the run's precision, packed when quantization_bit says so, spread over a mesh.
+
+    An adapter that brought its base along (see checkpoint/adapter_base.py) gets it; `split` as in `load_decoder`.
+    """
     return load_base(
-        config.model,
+        with_own_base(config.model, config.model.adapter_name_or_path),
         policy(precision_of(config)),
         place=None if mesh is None else functools.partial(place_weight, mesh),
+        split=split,
     )
 
 
@@ -105,16 +119,44 @@ def lora_spec(adapter: AdapterConfig) -> LoraSpec:
         dropout=adapter.lora_dropout,
         targets=adapter.lora_target,
         use_rslora=adapter.use_rslora,
+        use_dora=adapter.use_dora,
         rank_pattern=adapter.lora_rank_pattern,
         alpha_pattern=adapter.lora_alpha_pattern,
     )
 
 
-def choose_trained(model: Decoder, config: Config) -> tuple[Decoder, LoraSpec | None]:
+def svd_start(config: Config) -> SvdStart | None:
+    """How the adapter's first factors come from the base; None where they are drawn, or there are none."""
+    adapter, seed = config.adapter, config.train.seed
+    if adapter.pissa_init:
+        return SvdStart("pissa", adapter.pissa_iter, seed)
+    return SvdStart("loftq", adapter.loftq_iter, seed) if adapter.loftq_init else None
+
+
+def adapter_base(config: Config) -> str:
+    """The model that an adapter of this run belongs to, by path or name."""
+    adapter, loaded = config.adapter, config.model.adapter_name_or_path
+    if adapter.loftq_init or (adapter.pissa_init and not adapter.pissa_convert):
+        return str(Path(config.train.output_dir) / RESIDUAL)
+    own = None if loaded is None else own_base(Path(loaded))
+    return config.model.model_name_or_path if own is None else str(own)
+
+
+def choose_trained(
+    model: Decoder, config: Config, start: Mapping[str, np.ndarray] | None = None
+) -> tuple[Decoder, LoraSpec | None]:
     """Attaches adapters or marks base weights as trained, as finetuning_type says.
+
+    Args:
+        model: the base.
+        config: of the run.
+        start: first factors of the adapters, see `attach`.
 
     Returns:
         (model, its adapter settings); the model is a new one when layers had to be re-stacked.
+
+    Raises:
+        ValueError: what is to be trained does not fit the model; the message names the key.
     """
     adapter = config.adapter
     if adapter.finetuning_type == "full":
@@ -124,9 +166,15 @@ def choose_trained(model: Decoder, config: Config) -> tuple[Decoder, LoraSpec | 
         chosen = (adapter.freeze_trainable_layers, adapter.freeze_trainable_modules, adapter.freeze_extra_modules)
         return train_layers(model, *chosen), None
     if config.model.adapter_name_or_path:
-        return model, load_adapter(model, config.model.adapter_name_or_path)
+        spec = load_adapter(model, config.model.adapter_name_or_path)
+        if adapter.use_dora and not spec.use_dora:
+            raise ValueError(
+                f"use_dora: true, but adapter_name_or_path: {config.model.adapter_name_or_path} has use_dora: false; "
+                "leave use_dora out to go on with it"
+            )
+        return model, spec
     spec = lora_spec(adapter)
-    attach(model, spec, key=jax.random.key(config.train.seed))
+    attach(model, spec, key=jax.random.key(config.train.seed), start=start)
     train_modules(model, adapter.additional_target, key="additional_target")
     return model, spec
 
@@ -140,7 +188,9 @@ def set_up(config: Config) -> tuple[Run, TrainState]:
     train = config.train
     mesh = make_mesh(train.dp_size, train.fsdp_size)
     precision = precision_of(config)
-    loaded = load_model(config, mesh)
+    svd, start = svd_start(config), {}
+    split = None if svd is None else functools.partial(split_weight, svd, lora_spec(config.adapter), start)
+    loaded = load_model(config, mesh, split)
     prepared = prepare_data(config, loaded.tokenizer)
     if prepared.train is None:
         raise ValueError("dataset must be given: a name in dataset_info.json, a file or a folder")
@@ -156,7 +206,7 @@ def set_up(config: Config) -> tuple[Run, TrainState]:
     )
     if prepared.chat_template is not None:
         loaded.tokenizer.chat_template = prepared.chat_template
-    model, lora = choose_trained(loaded.model, config)
+    model, lora = choose_trained(loaded.model, config, start)
     total_steps = train.max_steps
     if total_steps <= 0:
         total_steps = math.ceil(train.num_train_epochs * loader.steps_per_epoch)
@@ -175,6 +225,9 @@ def set_up(config: Config) -> tuple[Run, TrainState]:
         generation_config=loaded.generation_config,
         tokenizer=loaded.tokenizer,
         lora=lora,
+        adapter_start=svd,
+        given_up=start if config.adapter.pissa_convert else {},
+        adapter_base=adapter_base(config),
         prepared=prepared,
         fingerprint=prepared.train.fingerprint(),
         loader=loader,

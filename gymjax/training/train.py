@@ -9,6 +9,7 @@ from pathlib import Path
 
 import jax
 
+from gymjax.checkpoint.adapter_base import RESIDUAL
 from gymjax.checkpoint.train_state import Checkpoints
 from gymjax.config import Config, check_output_dir, check_trainable, describe
 from gymjax.models.decoder import Decoder
@@ -16,7 +17,15 @@ from gymjax.training.compile import use_compile_cache
 from gymjax.training.interrupt import stop_requests
 from gymjax.training.logs import RunLog
 from gymjax.training.loop import Progress, run_steps
-from gymjax.training.outputs import clear_output, model_with, save_weights, write_card, write_config, write_results
+from gymjax.training.outputs import (
+    clear_output,
+    model_with,
+    save_residual_base,
+    save_weights,
+    write_card,
+    write_config,
+    write_results,
+)
 from gymjax.training.plotting import plot_losses
 from gymjax.training.report import before_training
 from gymjax.training.setup import Run, set_up
@@ -67,6 +76,9 @@ def train(config: Config) -> TrainResult:
         if not start:
             clear_output(folder)
         write_config(folder, config)
+    goes_on_here = start and not isinstance(config.train.resume_from_checkpoint, str)
+    if not (goes_on_here and (folder / RESIDUAL).is_dir()):
+        save_residual_base(run, state.params, folder)
     log = RunLog(
         folder,
         total_steps=run.total_steps,
@@ -123,6 +135,14 @@ def resume(run: Run, state: TrainState, checkpoints: Checkpoints) -> tuple[Train
         raise ValueError(
             f"{source.folder(step)} was trained on other data (or another template, tokenizer, cutoff_len, seed) than "
             f"dataset: {', '.join(run.config.data.dataset)} now gives; resume with the same data, or start in another "
+            "output_dir"
+        )
+    start = None if run.adapter_start is None else run.adapter_start.describe()
+    if meta.get("adapter_start") != start:
+        raise ValueError(
+            f"{source.folder(step)} trains an adapter that was started by {meta.get('adapter_start') or 'lora'}, the "
+            f"configuration says {start or 'lora'}: base and adapter would not belong together; resume with the keys "
+            "(pissa_init, pissa_iter, loftq_init, loftq_iter, seed) that it was started with, or start in another "
             "output_dir"
         )
     return state, Progress.restored(meta["progress"]), meta["log_history"], [f"resumed from {source.folder(step)}"]

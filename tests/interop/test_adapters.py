@@ -1,12 +1,12 @@
 """Adapters written here give equal logits in PEFT, and PEFT's give equal logits here."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from gymjax.adapters.lora import LoraSpec, attach, lora_modules, merge
 from gymjax.adapters.select import train_modules
+from gymjax.adapters.tensors import MAGNITUDE, B, adapter_tensors, set_adapter_tensors
 from gymjax.checkpoint.hf import open_folder, save_folder
 from gymjax.checkpoint.peft import load_adapter, save_adapter
 from gymjax.checkpoint.weights import load_decoder
@@ -45,6 +45,17 @@ CASES = {
         (),
     ),
     "patterns-rslora": ("untied", LoraSpec(rank=8, alpha=16, use_rslora=True, rank_pattern={"k_proj": 2}), ()),
+    "dora": ("qwen2", LoraSpec(rank=8, alpha=16, use_dora=True, dropout=0.1), ()),
+    "dora-rslora-patterns": (
+        "untied",
+        LoraSpec(rank=8, alpha=16, use_rslora=True, use_dora=True, rank_pattern={r"layers\.1\.mlp\.up_proj": 3}),
+        (),
+    ),
+    "dora-head-one-layer": (
+        "untied",
+        LoraSpec(rank=4, alpha=8, use_dora=True, targets=("model.layers.1.mlp.up_proj", "lm_head")),
+        (),
+    ),
     "saved-embedding-tied": ("tied", LoraSpec(rank=4, alpha=8), ("embed_tokens",)),
     "saved-embedding-and-head": ("untied", LoraSpec(rank=4, alpha=8), ("embed_tokens", "lm_head")),
     "saved-norm": ("untied", LoraSpec(rank=4, alpha=8), ("norm",)),
@@ -71,13 +82,16 @@ def load(folder, **options):
 
 
 def randomize(model, seed=0):
-    """Gives every up-projection and every trained base weight random values."""
+    """Gives every up-projection, magnitude and trained base weight random values."""
     rng = np.random.default_rng(seed)
-    for lora, row in lora_modules(model):
-        b = np.array(lora.b.get_value())
-        part = b if row.index is None else b[row.index]
-        part[:, : row.rank] = 0.1 * rng.normal(size=(part.shape[0], row.rank))
-        lora.b.set_value(jnp.asarray(b))
+    tensors = adapter_tensors(model)
+    for name, value in tensors.items():
+        noise = rng.normal(size=value.shape)
+        if name.endswith(B):
+            tensors[name] = value + 0.1 * noise
+        elif name.endswith(MAGNITUDE):
+            tensors[name] = value * np.exp(0.3 * noise)
+    assert set_adapter_tensors(model, tensors) == []
     for path in dict.fromkeys(weight.path for weight in hf_weights(model.cfg)):
         variable = node_at(model, path)
         if isinstance(variable, Trained):
@@ -94,7 +108,7 @@ def assert_equal_logits(a, b):
     assert (a.argmax(-1) == b.argmax(-1)).all()
 
 
-OVER_NF4 = ("r16-alpha32", "rslora", "patterns", "saved-embedding-tied")
+OVER_NF4 = ("r16-alpha32", "rslora", "patterns", "saved-embedding-tied", "dora")
 
 
 @pytest.mark.parametrize(
@@ -138,6 +152,18 @@ FROM_PEFT = {
             "alpha_pattern": {"^model.layers.1.mlp.down_proj": 30},
         },
     ),
+    "dora": ("qwen2", {"r": 6, "lora_alpha": 9, "target_modules": "all-linear", "use_dora": True}),
+    "pissa": ("untied", {"r": 4, "lora_alpha": 9, "target_modules": "all-linear", "init_lora_weights": "pissa"}),
+    "pissa-dora-rslora": (
+        "untied",
+        {
+            "r": 4,
+            "target_modules": ["v_proj", "up_proj"],
+            "init_lora_weights": "pissa",
+            "use_dora": True,
+            "use_rslora": True,
+        },
+    ),
     "saved": ("untied", {"r": 4, "target_modules": ["q_proj"], "modules_to_save": ["lm_head", "model.norm"]}),
     "saved-tied": (
         "tied",
@@ -167,7 +193,7 @@ def test_adapter_from_peft(case, bases, tokens, torch_side, tmp_path):
     assert_equal_logits(np.load(tmp_path / "again.npy"), expected)
 
 
-@pytest.mark.parametrize("case", ["patterns-rslora", "saved-embedding-tied"])
+@pytest.mark.parametrize("case", ["patterns-rslora", "saved-embedding-tied", "dora-head-one-layer"])
 def test_merged_folder_in_transformers(case, bases, tokens, torch_side, tmp_path):
     base, spec, modules = CASES[case]
     model = load(bases / base)

@@ -1,13 +1,17 @@
 """Twenty updates of an adapter here and in PEFT, from the same start on the same batches, lose the same."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from gymjax.adapters.lora import LoraSpec, attach
 from gymjax.adapters.select import train_modules
-from gymjax.checkpoint.hf import open_folder
+from gymjax.adapters.svd_start import EXACT, SvdStart, split_weight
+from gymjax.checkpoint.hf import open_folder, save_folder
 from gymjax.checkpoint.peft import save_adapter
 from gymjax.checkpoint.weights import load_decoder
 from gymjax.config import OptimConfig
@@ -29,6 +33,7 @@ BASE = {
 CASES = {
     "lora": (BASE, LoraSpec(rank=16, alpha=32), ()),
     "rslora-qwen2": (BASE | {"model_type": "qwen2"}, LoraSpec(rank=8, alpha=16, use_rslora=True), ()),
+    "dora-qwen2": (BASE | {"model_type": "qwen2"}, LoraSpec(rank=8, alpha=16, use_dora=True), ()),
     "trained-tied-embedding": (BASE | {"tie_word_embeddings": True}, LoraSpec(rank=8, alpha=16), ("embed_tokens",)),
 }
 STEPS, ROWS, LENGTH = 20, 3, 16
@@ -56,17 +61,18 @@ def batches():
     return [result[i % 4] for i in range(STEPS)]
 
 
-def train(model):
+def train(model, steps=STEPS):
+    """Losses and gradient norms of the updates; the model afterwards."""
     graphdef, params, frozen = split_model(model)
     optimizer = build(OPTIM, STEPS, params)
     step = jax.jit(make_step(graphdef, optimizer, StepSettings(seed=0, max_grad_norm=OPTIM.max_grad_norm)))
     state = init_state(params, optimizer, None)
     losses, norms = [], []
-    for batch in batches():
+    for batch in batches()[:steps]:
         state, metrics = step(state, frozen, {name: jnp.asarray(value)[None] for name, value in batch.items()})
         losses.append(float(metrics["loss"]))
         norms.append(float(metrics["grad_norm"]))
-    return losses, norms
+    return losses, norms, nnx.merge(graphdef, state.params, frozen)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -92,8 +98,57 @@ def test_losses_equal_pefts(case, torch_side, tmp_path):
         weight_decay=OPTIM.weight_decay,
         max_grad_norm=OPTIM.max_grad_norm,
     )
-    losses, norms = train(model)
+    losses, norms, _ = train(model)
     assert losses[0] - losses[-4] > 0.1  # same batch: it learns
     np.testing.assert_allclose(losses, theirs["losses"], atol=1e-3)  # the project's bar
     # Adam divides by sqrt(v), which makes rounding of near-zero gradients visible after a few updates
     np.testing.assert_allclose(norms, theirs["norms"], rtol=1e-2)
+
+
+# Widths are multiples of 64 for bitsandbytes' sake, see test_nf4.py.
+WIDE = BASE | {"hidden_size": 64, "intermediate_size": 128}
+SPEC = LoraSpec(rank=8, alpha=16)
+STARTS = {
+    "pissa-converted": (SvdStart("pissa", 2, 0), LoraSpec(rank=6, alpha=16, use_rslora=True), {"convert": True}),
+    "pissa-dora-converted": (
+        SvdStart("pissa", EXACT, 0),
+        LoraSpec(rank=6, alpha=9, use_dora=True, rank_pattern={"q_proj": 3}, alpha_pattern={"up_proj": 4}),
+        {"convert": True},
+    ),
+    "pissa": (SvdStart("pissa", 2, 0), LoraSpec(rank=6, alpha=9, use_dora=True), {}),
+    "pissa-nf4": (SvdStart("pissa", 2, 0), SPEC, {"nf4": True}),
+    "loftq": (SvdStart("loftq", 3, 0), SPEC, {"nf4": True}),
+    "loftq-dora-rslora": (
+        SvdStart("loftq", 1, 0),
+        LoraSpec(rank=8, alpha=16, use_dora=True, use_rslora=True),
+        {"nf4": True},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", STARTS)
+def test_trained_from_the_bases_own_weights_in_peft(case, torch_side, tmp_path):
+    """Converted, over the original base; else over the base that is saved beside the adapter, packed where it is."""
+    start, spec, options = STARTS[case]
+    nf4 = options.get("nf4", False)
+    torch_side.make_model(folder=tmp_path / "base", config=WIDE)
+    source, factors = open_folder(tmp_path / "base"), {}
+    split = partial(split_weight, start, spec, factors)
+    model = load_decoder(decoder_config(source.config), source, dtype="float32", quantize_nf4=nf4, split=split)
+    attach(model, spec, key=jax.random.key(0), start=factors)
+    losses, _, model = train(model, steps=5)
+    assert losses[4] < losses[0]  # the same batch again
+    tokens = np.random.default_rng(1).integers(0, WIDE["vocab_size"], (2, 12))
+    expected = np.asarray(model.logits(model(tokens)))
+    base = tmp_path / "base"
+    if not options.get("convert"):
+        base = tmp_path / "residual_base"
+        save_folder(base, model, source.config, dtype="float32", keep_packed=True)
+    given_up = factors if options.get("convert") else None
+    save_adapter(tmp_path / "adapter", model, spec, base=str(base), start=given_up)
+    torch_side.adapter_logits(
+        folder=base, adapter=tmp_path / "adapter", tokens=tokens.tolist(), out=tmp_path / "out.npy", stored_nf4=nf4
+    )
+    theirs = np.load(tmp_path / "out.npy")
+    assert np.abs(theirs - expected).max() < 1e-4  # the project's bar in f32
+    assert (theirs.argmax(-1) == expected.argmax(-1)).all()

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 
 import jax
@@ -81,6 +82,29 @@ def test_round_trip(adapter, tiny, make_model, logits):
     assert spec.factor_of("model.layers.1.mlp.down_proj") == 4
 
 
+def test_dora_round_trip(make_model, logits, tmp_path):
+    spec = dataclasses.replace(SPEC, use_dora=True)
+    model = adapted(make_model(), spec)
+    magnitude = model.stacks[0][0].attn.q.adapter.magnitude
+    magnitude.set_value(1.5 * magnitude.get_value())
+    save_adapter(tmp_path, model, spec, base="org/base")
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["use_dora"] is True
+    tensors = open_tensors(tmp_path / "adapter_model.safetensors")
+    assert tensors["base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector"].shape == (32,)
+    again = make_model()
+    assert load_adapter(again, tmp_path).use_dora
+    np.testing.assert_array_equal(logits(again), logits(model))
+    edit(tmp_path, use_dora=False)
+    with pytest.raises(ValueError, match=r"lora_magnitude_vector, .* is not part of it"):
+        load_adapter(make_model(), tmp_path)
+
+
+def test_bad_pissa_adapter_over_a_packed_base(adapter, folder, load):
+    edit(adapter, init_lora_weights="pissa")
+    with pytest.raises(ValueError, match=r"pissa starts from 16-bit weights, but .*q_proj is quantized; leave quantiz"):
+        load_adapter(load(folder, quantize_nf4=True), adapter)
+
+
 def test_names_stay_long_where_others_end_in_them(make_model, tmp_path):
     spec = LoraSpec(rank=2, targets=("model.layers.1.mlp.up_proj", "q_proj"))
     save_adapter(tmp_path, adapted(make_model(), spec), spec, base="b")
@@ -118,7 +142,9 @@ def test_bad_folder(tmp_path, tiny):
     ("config", "message"),
     [
         ({"peft_type": "IA3"}, "peft_type IA3 is not supported"),
-        ({"use_dora": True}, "not supported: use_dora: True; plain LoRA and rsLoRA are"),
+        ({"use_dora": True}, r"q_proj\.lora_magnitude_vector is missing, must be \(32,\)"),
+        ({"use_qalora": True}, "not supported: use_qalora: True; LoRA, rsLoRA and DoRA are"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights: pissa_niter_4 changed the base .*conversion"),
         ({"bias": "all", "lora_bias": True}, "not supported: lora_bias: True, bias: all"),
         ({"r": 5}, r"tensors do not fit.*lora_A is missing|lora_A\.weight is \(4, 32\), must be \(5, 32\)"),
     ],

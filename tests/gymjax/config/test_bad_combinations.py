@@ -34,6 +34,29 @@ CASES = [
         "adapter_name_or_path needs finetuning_type: lora, is full; merge the adapter first",
     ),
     ({"adapter_name_or_path": "a,b"}, "adapter_name_or_path must be one folder; merge the earlier adapters first"),
+    (
+        {"use_dora": True, "pissa_init": True, "finetuning_type": "full"},
+        "use_dora, pissa_init would do nothing with finetuning_type: full; remove it, or set finetuning_type: lora",
+    ),
+    ({"pissa_iter": 4}, "pissa_iter would do nothing without pissa_init: true; remove it, or set that"),
+    ({"pissa_convert": True}, "pissa_convert would do nothing without pissa_init: true; remove it, or set that"),
+    ({"quantization_bit": 4, "loftq_iter": 4}, "loftq_iter would do nothing without loftq_init: true"),
+    (
+        {"pissa_init": True, "loftq_init": True, "quantization_bit": 4},
+        "pissa_init: true and loftq_init: true exclude each other: A and B have one start; keep one",
+    ),
+    (
+        {"init_lora_weights": "loftq"},
+        "loftq_init: true has no loss to start from with quantization_bit: null; set quantization_bit: 4, or use pissa",
+    ),
+    (
+        {"loftq_init": True, "quantization_bit": 4, "lora_target": "q_proj,lm_head"},
+        "loftq_init: true cannot start lora_target: q_proj, lm_head; lm_head is never quantized: take it out",
+    ),
+    (
+        {"pissa_init": True, "pissa_convert": True, "quantization_bit": 4},
+        "pissa_convert: true with quantization_bit: 4 would not be exact: the quantized rest is no part of",
+    ),
     ({"lora_target": "all,q_proj"}, "lora_target must be all or names, is all, q_proj"),
     ({"packing": False, "neat_packing": True}, "packing and neat_packing both set packing, to false and true"),
     ({"bf16": True, "fp16": True}, "bf16: true and fp16: true exclude each other; keep one"),

@@ -71,7 +71,15 @@ CASES = [
     ({"export_size": 0}, "export_size must be above 0, is 0.0"),
     ({"model_name_or_path": None}, "model_name_or_path must be given: a folder, a .gguf file or a hub id"),
     # known, not done
-    ({"use_dora": True}, "use_dora: true is known, not supported yet; use finetuning_type: lora with use_rslora"),
+    ({"lora_bias": "all"}, "lora_bias: all is known, not supported yet; biases stay frozen"),
+    ({"finetuning_type": "dora"}, "is dora: known, not supported yet; use finetuning_type: lora with use_dora: true"),
+    ({"init_lora_weights": "olora"}, "olora is known, not supported yet; use true, pissa, pissa_niter_N or loftq"),
+    ({"init_lora_weights": "pissa_niter_x"}, "init_lora_weights must be a whole number, is 'x'"),
+    ({"loftq_bits": 8}, "loftq_bits must be one of 4, is '8'"),
+    ({"loftq_config": {"loftq_bits": 2}}, "loftq_config.loftq_bits must be 4, is 2; the base is packed into NF4"),
+    ({"loftq_config": {"bits": 4}}, "loftq_config takes loftq_bits and loftq_iter, has bits"),
+    ({"peft": {"r": 4}}, "peft takes loftq_config, is {'r': 4}"),
+    ({"pissa_init": True, "pissa_iter": 0}, "pissa_iter must be -1 (exact) or at least 1, is 0"),
     ({"use_galore": True}, "use_galore: true is known, not supported yet; use optim: adamw, adafactor,"),
     ({"galore_rank": 16}, "galore_rank: 16 is known, not supported yet; use optim: adamw, adafactor,"),
     ({"deepspeed": "ds_z3.json"}, "deepspeed: ds_z3.json is known, not supported yet; set fsdp_size"),
@@ -109,8 +117,8 @@ def test_bad_value(refusal, values, message):
 
 
 def test_bad_values_are_shown_together(refusal):
-    lines = refusal(lora_rnk=1, learning_rate="x", use_dora=True).splitlines()
-    assert [line.split()[0] for line in lines] == ["unknown", "learning_rate", "use_dora:"]
+    lines = refusal(lora_rnk=1, learning_rate="x", lora_bias="all").splitlines()
+    assert [line.split()[0] for line in lines] == ["unknown", "learning_rate", "lora_bias:"]
 
 
 def test_bad_alias_that_contradicts_its_key(refusal):

@@ -12,6 +12,8 @@ RUNS = [
     {"dataset": ["a b.json", "c,d.json", "e"], "eval_dataset": "é: #1", "stop": ["\n", '"', "#x", " ", "null", "[a"]},
     {"default_system": "You are 'x': \"y\"\n\tand {z} \\ \x7f \u2028 \U0001f600", "run_name": "true", "stage": "pt"},
     {"lora_rank_pattern": {"q_proj": 4, "layers.0.mlp: up": 2}, "lora_target": "q_proj,v_proj", "default_system": ""},
+    {"use_dora": True, "pissa_init": True, "pissa_iter": -1, "pissa_convert": True, "use_rslora": True},
+    {"loftq_init": True, "loftq_iter": 5, "quantization_bit": 4, "pissa_convert": False},
     {"val_size": 0.05, "load_best_model_at_end": True, "early_stopping_steps": 2, "learning_rate": 1.2345678901234e-5},
     {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1e-6}, "learning_rate": 3e-4},
     {"resume_from_checkpoint": "out/checkpoint-3", "seed": 3, "warmup_steps": 5, "cache_dir": "~", "run_name": "-x"},

@@ -1,5 +1,6 @@
 """A tiny model folder and a tiny conversation file to train on."""
 
+import functools
 import json
 
 import jax
@@ -30,16 +31,16 @@ def data_file(tmp_path_factory):
     return path
 
 
-@pytest.fixture
-def configure(model_folder, data_file, tmp_path):
-    """A config of a short run; keyword arguments override its keys."""
+@pytest.fixture(scope="session")
+def configure_in(model_folder, data_file):
+    """A config of a short run in a folder; keyword arguments override its keys."""
 
-    def make(**changes):
+    def make(folder, **changes):
         values = {
             "model_name_or_path": str(model_folder),
             "dataset": str(data_file),
-            "output_dir": str(tmp_path / "out"),
-            "tokenized_path": str(tmp_path / "cache"),
+            "output_dir": str(folder / "out"),
+            "tokenized_path": str(folder / "cache"),
             "per_device_train_batch_size": 4,
             "learning_rate": 1e-2,
             "lr_scheduler_type": "constant",
@@ -53,6 +54,12 @@ def configure(model_folder, data_file, tmp_path):
         return from_dict({key: value for key, value in (values | changes).items() if value is not None})
 
     return make
+
+
+@pytest.fixture
+def configure(configure_in, tmp_path):
+    """As `configure_in`, in the test's own folder."""
+    return functools.partial(configure_in, tmp_path)
 
 
 @pytest.fixture(scope="session")

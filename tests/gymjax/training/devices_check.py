@@ -9,7 +9,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from gymjax.adapters.lora import LoraSpec, attach
+from gymjax.adapters.lora import LoraSpec, adapters, attach
 from gymjax.adapters.select import train_all
 from gymjax.models import decoder_config
 from gymjax.models.decoder import Decoder
@@ -37,9 +37,9 @@ def model_of(kind):
             for layer in (block.attn.q, block.attn.o, block.mlp.gate, block.mlp.down):
                 rows = [nf4.quantize(np.asarray(w), dtype="float32") for w in layer.w.get_value()]
                 layer.w = nnx.Param(jax.tree.map(lambda *leaves: jnp.stack(leaves), *rows))
-    attach(model, LoraSpec(rank=4, alpha=8), key=jax.random.key(1))
-    for block in model.stacks[0]:
-        block.attn.q.adapter.b.set_value(jnp.full(block.attn.q.adapter.b.get_value().shape, 0.02))
+    attach(model, LoraSpec(rank=4, alpha=8, use_dora=kind == "nf4"), key=jax.random.key(1))  # DoRA holds a LoRA
+    for lora in adapters(model):
+        lora.b.set_value(jnp.full(lora.b.get_value().shape, 0.02))
     return model
 
 

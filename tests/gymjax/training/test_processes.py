@@ -14,7 +14,8 @@ from gymjax.training.train import train
 
 
 def test_two_processes_train_as_one(configure, tmp_path):
-    changes = {"max_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    # PiSSA and DoRA read the base, which is spread over both processes, before the first step.
+    changes = {"max_steps": 2, "save_strategy": "steps", "save_steps": 2, "pissa_init": True, "use_dora": True}
     config = configure(**changes, output_dir=str(tmp_path / "two"), per_device_train_batch_size=1, fsdp_size=2)
     file = tmp_path / "run.yaml"
     file.write_text(to_yaml(config))
@@ -47,4 +48,4 @@ def test_two_processes_train_as_one(configure, tmp_path):
     # The same rows, summed in another order over devices: f32 rounding, once more after an update.
     assert losses == pytest.approx([entry["loss"] for entry in alone.history], rel=1e-5)
     names = {path.name for path in Path(config.train.output_dir).iterdir()}
-    assert {"adapter_model.safetensors", "checkpoint-2", "README.md"} <= names
+    assert {"adapter_model.safetensors", "checkpoint-2", "README.md", "residual_base"} <= names
