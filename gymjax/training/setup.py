@@ -23,7 +23,8 @@ from gymjax.config import AdapterConfig, Config
 from gymjax.data.loader import Loader
 from gymjax.data.prepare import Prepared, prepare
 from gymjax.dtypes import Precision, policy, resolve_precision
-from gymjax.models.decoder import Decoder, DecoderConfig
+from gymjax.models.decoder import Decoder
+from gymjax.models.decoder_config import DecoderConfig
 from gymjax.optim.build import build
 from gymjax.training.evaluate import eval_loader
 from gymjax.training.mesh import batch_shards, make_mesh, place_weight, shard_state

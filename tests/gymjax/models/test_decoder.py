@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from gymjax.models.decoder import LayerKind, Stack, stack_layers
+from gymjax.models.decoder_config import LayerKind, Stack, stack_layers
 from gymjax.models.names import hf_weights, layer_places, linears, node_at
 
 LOCAL, FULL = LayerKind(4), LayerKind()
@@ -35,7 +35,7 @@ def test_places_follow_the_order_of_layers(make_model):
 
 
 def test_every_weight_has_one_name_and_the_named_shape(make_model):
-    model = make_model(qkv_bias=True, out_bias=True, mlp_bias=True, qk_norm=True, tie_embeddings=False)
+    model = make_model(qkv_bias=True, out_bias=True, mlp_bias=True, qk_norm="head", tie_embeddings=False)
     weights = hf_weights(model.cfg)
     assert len({weight.name for weight in weights}) == len(weights)
     for weight in weights:

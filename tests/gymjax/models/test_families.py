@@ -3,8 +3,8 @@
 import pytest
 
 from gymjax.models import decoder_config
-from gymjax.models.decoder import LayerKind, Stack
-from gymjax.nn.rope import RopeConfig
+from gymjax.models.decoder_config import LayerKind, Stack
+from gymjax.nn.rope import Linear, Llama3, RopeConfig
 
 LLAMA = {
     "model_type": "llama",
@@ -22,7 +22,7 @@ def test_llama_defaults():
     cfg = decoder_config(LLAMA)
     assert (cfg.kv_heads, cfg.head_dim, cfg.layers, cfg.tie_embeddings) == (4, 8, 3, False)
     assert cfg.stacks == (Stack((LayerKind(None),), 3),)
-    assert cfg.rope == RopeConfig(10000.0)
+    assert cfg.ropes == (RopeConfig(10000.0),)
 
 
 @pytest.mark.parametrize(
@@ -30,23 +30,23 @@ def test_llama_defaults():
     [
         ({"rope_theta": 5e5}, RopeConfig(5e5)),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, RopeConfig(5e5)),
-        ({"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}}, RopeConfig(5e5, "linear", 2.0)),
+        ({"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}}, RopeConfig(5e5, Linear(2.0))),
         (
             {"rope_parameters": {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}},
-            RopeConfig(5e5, "linear", 2.0),
+            RopeConfig(5e5, Linear(2.0)),
         ),
         (
             {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **LLAMA3}},
-            RopeConfig(5e5, "llama3", 8.0, 1.0, 4.0, 8192),
+            RopeConfig(5e5, Llama3(8.0, 1.0, 4.0, 8192)),
         ),
         (
             {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3}},
-            RopeConfig(5e5, "llama3", 8.0, 1.0, 4.0, 8192),
+            RopeConfig(5e5, Llama3(8.0, 1.0, 4.0, 8192)),
         ),
     ],
 )
 def test_rope_in_both_spellings(keys, rope):
-    assert decoder_config(LLAMA | keys).rope == rope
+    assert decoder_config(LLAMA | keys).ropes == (rope,)
 
 
 def test_mistral_has_a_window_on_every_layer():
@@ -70,7 +70,7 @@ def test_qwen2_windows_the_upper_layers_when_switched_on():
 
 def test_qwen3_normalises_queries_and_keys():
     cfg = decoder_config(LLAMA | {"model_type": "qwen3"})
-    assert cfg.qk_norm
+    assert cfg.qk_norm == "head"
     assert not cfg.qkv_bias
     assert cfg.head_dim == 128
 
@@ -78,18 +78,21 @@ def test_qwen3_normalises_queries_and_keys():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "mamba"}, "model_type 'mamba' is not supported; supported: llama, mistral, qwen2, qwen3"),
         (
-            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
-            "rope type 'yarn' is not supported; supported: default",
+            {"model_type": "mamba"},
+            "model_type 'mamba' is not supported; supported: llama, mistral, qwen2, qwen3, gemma",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "proportional", "factor": 4.0}},
+            "rope type 'proportional' is not supported; supported: default",
         ),
         (
             {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}},
             "'llama3' needs low_freq_factor, high_freq_factor",
         ),
-        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+        ({"hidden_act": "relu2"}, "hidden_act 'relu2' is not supported; supported: silu"),
         ({"num_key_value_heads": 3}, "num_attention_heads 4 is no multiple of num_key_value_heads 3"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor other than 1"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported for this model_type"),
         ({"model_type": "qwen2", "layer_types": ["chunked"] * 3}, "layer_types must be 3 of full_attention"),
     ],
 )
