@@ -7,7 +7,7 @@ from typing import Any
 
 from gymjax.models.decoder_config import DecoderConfig, LayerKind, stack_layers
 from gymjax.models.hf_rope import head_dim, read_rope
-from gymjax.nn.rope import RopeConfig
+from gymjax.nn.rope import Dynamic, RopeConfig
 from pallas_kernels.swiglu import Activation
 
 ACTIVATIONS: dict[str, Activation] = {
@@ -54,6 +54,7 @@ def read_decoder(
     kv_heads = hf.get("num_key_value_heads") or heads
     if heads % kv_heads:
         raise ValueError(f"config.json: num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
+    ropes = tuple(ropes or (read_rope(hf),))
     return DecoderConfig(
         vocab_size=hf["vocab_size"],
         width=hf["hidden_size"],
@@ -62,13 +63,19 @@ def read_decoder(
         kv_heads=kv_heads,
         head_dim=head_dim(hf),
         stacks=stack_layers(tuple(kinds or (LayerKind(),) * layers)),
-        ropes=tuple(ropes or (read_rope(hf),)),
+        ropes=ropes,
         norm_eps=float(hf.get("rms_norm_eps") or 1e-6),
-        max_positions=hf.get("max_position_embeddings") or 2048,
+        max_positions=_max_positions(hf, ropes[0]),
         activation=ACTIVATIONS[activation],
         tie_embeddings=bool(hf.get("tie_word_embeddings", False)),
         **features,
     )
+
+
+def _max_positions(hf: Mapping[str, Any], rope: RopeConfig) -> int:
+    """Longest sequence; a dynamic base goes on past max_position_embeddings."""
+    longest = hf.get("max_position_embeddings") or 2048
+    return int(longest * rope.scaling.factor) if isinstance(rope.scaling, Dynamic) else longest
 
 
 def sliding_layers(hf: Mapping[str, Any], default: Sequence[str]) -> tuple[bool, ...]:

@@ -160,3 +160,49 @@ def _longrope(rope: Mapping[str, Any], factor: float, original: int, pairs: int)
         attention = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     short, long = (tuple(map(float, rope[name])) for name in ("short_factor", "long_factor"))
     return LongRope(short, long, original, float(attention))
+
+
+def extend_context(hf: Mapping[str, Any], kind: str, length: int) -> dict[str, Any]:
+    """A config.json whose context is `factor` times as long, factor = ceil(length / max_position_embeddings).
+
+    The settings are written in the file's own spelling, so that transformers reads the extended model back; where
+    layers differ, they are the full layers'. max_position_embeddings grows with them, except for "dynamic":
+    transformers begins to change the base at that length. The factor is LLaMA-Factory's.
+
+    Args:
+        hf: config.json of a model whose context is not extended yet.
+        kind: "linear", "dynamic", "yarn" or "llama3" (with Llama 3.1's frequency factors 1 and 4).
+        length: tokens that must fit.
+
+    Raises:
+        ValueError: they fit already, the model's context is extended already, or its family cannot be extended.
+    """
+    family, longest = hf.get("model_type"), hf.get("max_position_embeddings")
+    if family == "phi3" or longest is None:
+        reason = "transformers reads only its own LongRoPE" if longest else "it names no max_position_embeddings"
+        raise ValueError(f"rope_scaling: {kind} does not fit model_type {family}: {reason}; remove it")
+    if length <= longest:
+        raise ValueError(
+            f"rope_scaling: {kind} would do nothing: cutoff_len {length} fits into the model's {longest} positions; "
+            "remove it, or set a longer cutoff_len"
+        )
+    factor = float(math.ceil(length / longest))
+    settings: dict[str, Any] = {"rope_type": kind, "factor": factor}
+    if kind in ("yarn", "llama3"):
+        settings["original_max_position_embeddings"] = longest
+    if kind == "llama3":
+        settings |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    spelling = "rope_parameters" if hf.get("rope_parameters") else "rope_scaling"
+    whole = dict(hf.get(spelling) or {})
+    old = dict(whole.get("full_attention") or {}) if "full_attention" in whole else whole
+    present = old.get("rope_type") or old.get("type") or "default"
+    if present != "default":
+        raise ValueError(
+            f"rope_scaling: {kind} cannot extend a model that has rope type {present!r} already; remove it"
+        )
+    new = {key: value for key, value in old.items() if key != "type"} | settings
+    return {
+        **hf,
+        spelling: whole | {"full_attention": new} if "full_attention" in whole else new,
+        "max_position_embeddings": longest if kind == "dynamic" else int(longest * factor),
+    }

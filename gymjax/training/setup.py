@@ -88,6 +88,7 @@ def load_model(config: Config, mesh: Mesh | None = None) -> LoadedModel:
     return load_base(
         config.model,
         policy(precision_of(config)),
+        cutoff_len=config.data.cutoff_len,
         place=None if mesh is None else functools.partial(place_weight, mesh),
     )
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from gymjax.models import decoder_config
-from gymjax.models.hf_rope import head_dim, read_rope
+from gymjax.models.hf_rope import extend_context, head_dim, read_rope
 from gymjax.nn.rope import inverse_frequencies
 
 pytestmark = pytest.mark.interop
@@ -66,3 +66,33 @@ def test_settings(name, torch_side):
     for length in (64, 65, 400):
         theirs = torch_side.rope_frequencies(config=config, length=length)[""]
         assert_equal(read_rope(config), head_dim(config), length, theirs, name)
+
+
+BASES = {
+    "old-spelling": {"model_type": "llama", "rope_theta": 20000.0},
+    "new-spelling": {"model_type": "qwen3", "rope_parameters": {"rope_type": "default", "rope_theta": 20000.0}},
+    "by-layer": {"model_type": "gemma3_text", "num_hidden_layers": 6, "sliding_window": 8, "rope_theta": 20000.0},
+}
+SHAPE = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("kind", ["linear", "dynamic", "yarn", "llama3"])
+def test_extended_context_reads_back_in_transformers(kind, base, torch_side):
+    hf = SHAPE | BASES[base]
+    extended = extend_context(hf, kind, 200)
+    cfg = decoder_config(extended)
+    assert cfg.max_positions == 256
+    assert cfg.ropes[0] != decoder_config(hf).ropes[0]
+    assert cfg.ropes[1:] == decoder_config(hf).ropes[1:]
+    theirs = torch_side.rope_frequencies(config=extended, length=200)
+    assert_equal(cfg.ropes[0], cfg.head_dim, 200, theirs.get("") or theirs["full_attention"], f"{kind} {base}")

@@ -143,4 +143,4 @@ def test_verify_against_transformers_and_peft(base, adapter, torch_python, monke
     monkeypatch.setenv(verify.PYTHON, str(torch_python))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert verify.main([f"model_name_or_path={base}", f"adapter_name_or_path={adapter}", "tokens=24"]) == 0
-    assert capsys.readouterr().out.count("passed") == 3
+    assert capsys.readouterr().out.count("passed") == 4

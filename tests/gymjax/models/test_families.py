@@ -1,10 +1,13 @@
 """config.json of every family, in both spellings, and what is refused."""
 
+import math
+
 import pytest
 
 from gymjax.models import decoder_config
 from gymjax.models.decoder_config import LayerKind, Stack
-from gymjax.nn.rope import Linear, Llama3, RopeConfig
+from gymjax.models.hf_rope import extend_context
+from gymjax.nn.rope import Linear, Llama3, RopeConfig, Yarn
 
 LLAMA = {
     "model_type": "llama",
@@ -104,3 +107,24 @@ def test_bad_config_json(changes, message):
 def test_bad_config_json_lacks_keys():
     with pytest.raises(ValueError, match="missing hidden_size, num_attention_heads"):
         decoder_config({k: v for k, v in LLAMA.items() if k not in ("hidden_size", "num_attention_heads")})
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "length", "message"),
+    [
+        ({}, "yarn", 64, "cutoff_len 64 fits into the model's 64 positions"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "yarn", 65, "has rope type 'linear' already"),
+        ({"model_type": "phi3"}, "yarn", 65, "does not fit model_type phi3: transformers reads only its own LongRoPE"),
+        ({"max_position_embeddings": None}, "linear", 65, "it names no max_position_embeddings"),
+    ],
+)
+def test_bad_extension(changes, kind, length, message):
+    with pytest.raises(ValueError, match=message):
+        extend_context(LLAMA | {"max_position_embeddings": 64} | changes, kind, length)
+
+
+def test_extension_is_by_a_whole_factor():
+    hf = LLAMA | {"max_position_embeddings": 64, "rope_theta": 5e5}
+    cfg = decoder_config(extend_context(hf, "yarn", 129))
+    assert cfg.ropes == (RopeConfig(5e5, Yarn(3.0, 64, 0.1 * math.log(3.0) + 1)),)
+    assert cfg.max_positions == 192
