@@ -112,7 +112,7 @@ class Decoder(nnx.Module):
             positions_BT: rotary positions; default 0..T-1.
             segment_ids_BT: 1, 2, ... per packed document, 0 for padding; None: one document a row.
             context_B: length that each row's rotary angles are made for, where RopeConfig.by_length; None: each
-                document's own length, as in transformers.
+                document's own length (transformers takes the longest row's for the whole batch).
             key: randomness of the adapters' dropout; None turns it off.
             remat: "none" keeps activations, "full" recomputes whole layers, "selective" keeps SAVED_NAMES.
             attention: flash-attention implementation; None picks the fastest.
