@@ -24,7 +24,7 @@ FAMILIES = {
 }
 INSTEAD = {
     "olmo": "its LayerNorm has no weights, and only RMSNorm is done; OLMo 2 and 3 are supported",
-    "gemma3": "it reads images too; save its text part alone as gemma3_text",
+    "gemma3": "it reads images too; give its text part alone, a Gemma3ForCausalLM around its language_model",
 }
 """Relatives of supported families -> why they are not done, and what is."""
 

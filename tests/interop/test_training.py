@@ -38,7 +38,7 @@ FAMILIES = json.loads((Path(__file__).parents[1] / "tiny_families.json").read_te
 CASES |= {  # soft-caps, factors and fused projections are where a gradient could go wrong
     family: (FAMILIES[family], LoraSpec(rank=8, alpha=16), ()) for family in ("gemma2", "phi3", "granite", "olmo3")
 }
-# Transformers turns the short rows of a batch as its longest; here each has its own length. So all are longer than this:
+# Transformers turns the short rows of a batch as its longest, here each has its own length: all must be beyond it.
 CASES["phi3"] = (FAMILIES["phi3"] | {"original_max_position_embeddings": 4}, *CASES["phi3"][1:])
 STEPS, ROWS, LENGTH = 20, 3, 16
 OPTIM = OptimConfig(learning_rate=1e-3, lr_scheduler_type="constant", weight_decay=0.01, max_grad_norm=1.0)

@@ -6,7 +6,7 @@ import pytest
 
 from gymjax.models import decoder_config
 from gymjax.models.decoder_config import LayerKind, Stack
-from gymjax.models.hf_rope import extend_context
+from gymjax.models.hf_rope import extend_context, read_rope
 from gymjax.nn.rope import Linear, Llama3, RopeConfig, Yarn
 
 LLAMA = {
@@ -78,6 +78,29 @@ def test_qwen3_normalises_queries_and_keys():
     assert cfg.head_dim == 128
 
 
+def test_gemma_defaults():
+    cfg = decoder_config(LLAMA | {"model_type": "gemma", "hidden_act": "gelu"})
+    assert (cfg.head_dim, cfg.activation, cfg.tie_embeddings, cfg.norm_offset) == (256, "gelu_tanh", True, 1.0)
+    assert cfg.embed_scale == 32**0.5
+    cfg = decoder_config(LLAMA | {"model_type": "gemma2"})
+    assert cfg.kinds == (LayerKind(4096), LayerKind(), LayerKind(4096))
+    assert (cfg.attn_softcap, cfg.logit_softcap, cfg.attn_scale) == (50.0, 30.0, 256**-0.5)
+    cfg = decoder_config(LLAMA | {"model_type": "gemma3_text", "num_hidden_layers": 7, "rope_local_base_freq": 2e4})
+    assert cfg.kinds == (*[LayerKind(4096, 1)] * 5, LayerKind(None, 0), LayerKind(4096, 1))
+    assert cfg.ropes == (RopeConfig(1e6), RopeConfig(2e4))
+
+
+def test_smollm3_turns_three_layers_of_four():
+    cfg = decoder_config(LLAMA | {"model_type": "smollm3", "num_hidden_layers": 5})
+    assert [kind.rope for kind in cfg.kinds] == [0, 0, 0, None, 0]
+    assert cfg.ropes == (RopeConfig(2e6),)
+
+
+def test_hunyuans_alpha_is_a_larger_base():
+    rope = read_rope(LLAMA | {"rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}})
+    assert rope == RopeConfig(10000.0 * 1000.0 ** (8 / 6))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -96,6 +119,26 @@ def test_qwen3_normalises_queries_and_keys():
         ({"hidden_act": "relu2"}, "hidden_act 'relu2' is not supported; supported: silu"),
         ({"num_key_value_heads": 3}, "num_attention_heads 4 is no multiple of num_key_value_heads 3"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported for this model_type"),
+        ({"model_type": "olmo"}, "'olmo' is not supported: its LayerNorm has no weights"),
+        ({"model_type": "gemma3"}, "'gemma3' is not supported: it reads images too"),
+        ({"model_type": "gemma2", "use_bidirectional_attention": True}, "use_bidirectional_attention: True is not sup"),
+        (
+            {"model_type": "gemma3_text", "attn_logit_softcapping": 50.0},
+            "attn_logit_softcapping: 50.0 is not supported",
+        ),
+        ({"model_type": "gemma3_text", "rope_parameters": {"rope_type": "default"}}, "must hold full_attention and sl"),
+        ({"model_type": "phi3", "attention_bias": True}, "attention_bias: True is not supported for model_type phi3"),
+        (
+            {"model_type": "phi3", "rope_scaling": {"type": "linear", "factor": 2.0}},
+            "'linear' is not supported for mod",
+        ),
+        (
+            {"model_type": "phi3", "rope_scaling": {"type": "su", "short_factor": [1], "long_factor": [1]}},
+            "have 4 numb",
+        ),
+        ({"model_type": "smollm3", "no_rope_layers": [1, 0]}, "no_rope_layers must have 3 numbers, one a layer, has 2"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "attn": 1}}, "rope type 'yarn' has no setting attn: 1"),
+        ({"rope_scaling": {"type": "dynamic"}}, "'dynamic' needs factor or alpha"),
         ({"model_type": "qwen2", "layer_types": ["chunked"] * 3}, "layer_types must be 3 of full_attention"),
     ],
 )
