@@ -7,6 +7,7 @@ from typing import Any
 
 from gymjax.models import gemma, gemma2, gemma3, granite, llama, mistral, olmo2, olmo3, phi3, qwen2, qwen3, smollm3
 from gymjax.models.decoder_config import DecoderConfig
+from gymjax.models.hf_config import REQUIRED
 
 FAMILIES = {
     "llama": llama,
@@ -40,4 +41,7 @@ def decoder_config(hf: Mapping[str, Any]) -> DecoderConfig:
         raise ValueError(f"config.json: model_type {family!r} is not supported: {INSTEAD[family]}")
     if family not in FAMILIES:
         raise ValueError(f"config.json: model_type {family!r} is not supported; supported: {', '.join(FAMILIES)}")
+    missing = [name for name in REQUIRED if name not in hf]
+    if missing:
+        raise ValueError(f"config.json: missing {', '.join(missing)}")
     return FAMILIES[family].decoder_config(hf)

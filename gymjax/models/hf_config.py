@@ -20,6 +20,9 @@ ACTIVATIONS: dict[str, Activation] = {
 }
 """transformers' names of activations, several for one function."""
 
+REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+"""Keys that every family's file must have."""
+
 
 def read_decoder(
     hf: Mapping[str, Any],
@@ -32,19 +35,15 @@ def read_decoder(
     """DecoderConfig of a Llama-like config.json. Dropout of the base (attention_dropout) is left out.
 
     Args:
-        hf: config.json over the family's own defaults.
+        hf: config.json over the family's own defaults, with all of REQUIRED.
         kinds: of every layer; default: full attention with the first of `ropes`.
         ropes: rotary settings that layers choose from; default: those of the file.
         activation_key: which key names the activation.
         features: fields of DecoderConfig.
 
     Raises:
-        ValueError: a needed key is absent, or a value that is not done here.
+        ValueError: a value that is not done here.
     """
-    required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    missing = [name for name in required if name not in hf]
-    if missing:
-        raise ValueError(f"config.json: missing {', '.join(missing)}")
     activation = hf.get(activation_key) or "silu"
     if activation not in ACTIVATIONS:
         raise ValueError(

@@ -24,7 +24,7 @@ _RENAMED = {"su": "longrope"}  # Phi-3's first name for it
 
 def rope_parameters(hf: Mapping[str, Any]) -> dict[str, Any]:
     """The settings from either spelling: `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4)."""
-    found = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
+    found = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})  # transformers' order where both are given
     found["rope_theta"] = float(found.get("rope_theta") or hf.get("rope_theta") or 10000.0)
     kind = found.get("rope_type") or found.pop("type", None) or "default"
     return found | {"rope_type": _RENAMED.get(kind, kind)}
@@ -66,8 +66,8 @@ def read_layer_ropes(
             f"config.json: rope_parameters of {hf.get('model_type')} must hold full_attention and sliding_attention, "
             f"not {', '.join(given)}"
         )
-    full = {"rope_theta": hf.get("rope_theta") or full_theta} | (hf.get("rope_scaling") or {})
-    full |= given.get("full_attention") or {}
+    full = {"rope_theta": hf.get("rope_theta") or full_theta} | (given.get("full_attention") or {})
+    full |= hf.get("rope_scaling") or {}
     sliding = {"rope_theta": sliding_theta} | (given.get("sliding_attention") or {})
     plain = {key: value for key, value in hf.items() if key not in ("rope_parameters", "rope_scaling", "rope_theta")}
     configs = [rope_config(plain, rope_parameters(plain | {"rope_parameters": each})) for each in (full, sliding)]
@@ -192,7 +192,7 @@ def extend_context(hf: Mapping[str, Any], kind: str, length: int) -> dict[str, A
         settings["original_max_position_embeddings"] = longest
     if kind == "llama3":
         settings |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    spelling = "rope_parameters" if hf.get("rope_parameters") else "rope_scaling"
+    spelling = "rope_parameters" if hf.get("rope_parameters") and not hf.get("rope_scaling") else "rope_scaling"
     whole = dict(hf.get(spelling) or {})
     old = dict(whole.get("full_attention") or {}) if "full_attention" in whole else whole
     present = old.get("rope_type") or old.get("type") or "default"
