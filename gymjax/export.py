@@ -41,8 +41,8 @@ def load_merged(config: Config, adapter: Path | None) -> LoadedModel:
     """The base in the dtype it is stored in, on the host, with an adapter added in f32 and rounded once.
 
     Args:
-        config: model_name_or_path and cache_dir are read; quantization_bit is not, as a merge goes into the 16-bit
-            weights. A base that only exists in NF4 is dequantized first.
+        config: model_name_or_path, cache_dir, rope_scaling and cutoff_len are read; quantization_bit is not, as a merge
+            goes into the 16-bit weights. A base that only exists in NF4 is dequantized first.
         adapter: PEFT folder; None leaves the base as it is.
 
     Raises:
@@ -54,7 +54,8 @@ def load_merged(config: Config, adapter: Path | None) -> LoadedModel:
     # A GGUF file's weights are packed in other ways: f32 holds what they stand for.
     dtype = jnp.dtype("float32" if path.suffix == ".gguf" else stored_dtype(read_config(path)))
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        loaded = load_base(base, Policy(param=dtype, compute=dtype, reduce=jnp.float32))
+        exact = Policy(param=dtype, compute=dtype, reduce=jnp.float32)
+        loaded = load_base(base, exact, cutoff_len=config.data.cutoff_len)
         unpack(loaded.model, dtype)
         if adapter is not None:
             loaded = with_adapter(loaded, adapter)

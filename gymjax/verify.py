@@ -9,8 +9,9 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,18 +37,23 @@ PYTHON = "GYMJAX_TORCH_PYTHON"
 _TORCH_SCRIPT = """
 import json, sys
 import numpy, torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 request = json.loads(sys.argv[1])
 options = {"dtype": torch.float32, "local_files_only": True}
 options |= {"gguf_file": request["gguf"]} if request["gguf"] else {"use_safetensors": True}
+if request["config"]:
+    options["config"] = AutoConfig.for_model(request["config"].pop("model_type"), **request["config"])
 model = AutoModelForCausalLM.from_pretrained(request["folder"], **options).eval()
 tokens = torch.from_numpy(numpy.load(request["tokens"])).long()
+def logits(start):
+    positions = torch.arange(start, start + tokens.shape[1]).expand_as(tokens)
+    return model(tokens, position_ids=positions).logits.float().numpy()
 with torch.no_grad():
-    numpy.save(request["base"], model(tokens).logits.float().numpy())
+    numpy.save(request["base"], numpy.stack([logits(start) for start in request["starts"]]))
     if request["adapter"]:
         from peft import PeftModel
         model = PeftModel.from_pretrained(model, request["adapter"]).eval()
-        numpy.save(request["adapted"], model(tokens).logits.float().numpy())
+        numpy.save(request["adapted"], logits(0))
 """
 
 
@@ -87,26 +93,29 @@ def compare(
     return Comparison(name, difference, largest, agreement, passed)
 
 
-def logits(model: Decoder, tokens: Int[np.ndarray, "B T"]) -> Float[np.ndarray, "B T V"]:
-    """A model's logits at every position, on the host."""
+def logits(model: Decoder, tokens: Int[np.ndarray, "B T"], start: int = 0) -> Float[np.ndarray, "B T V"]:
+    """A model's logits of rows whose first token stands at position `start`, on the host."""
     graphdef, state = nnx.split(model)
 
     @jax.jit
-    def forward(state: nnx.State, tokens):
+    def forward(state: nnx.State, tokens, positions):
         model = nnx.merge(graphdef, state)
-        return model.logits(model(tokens))
+        return model.logits(model(tokens, positions_BT=positions))
 
     with jax.default_matmul_precision("highest"):
-        return np.asarray(forward(state, tokens))
+        return np.asarray(forward(state, tokens, start + np.arange(tokens.shape[1], dtype=np.int32)[None]))
 
 
 def verify(config: Config, *, torch: bool = True, tolerance: float = 1e-4, tokens: int = 64) -> list[Comparison]:
     """Compares what can be compared for a config, in f32, on two rows of random tokens.
 
+    The base is compared at the first positions and at the last that the model is made for, where RoPE scaling shows.
+
     Args:
         config: the model section, and export_dtype; the adapter is the one that `export` would merge.
         torch: compare with transformers (and PEFT, with an adapter) too.
-        tolerance: largest difference over largest logit.
+        tolerance: largest difference over largest logit. At the last positions it is ten times that: one bit of an f32
+            frequency, times 131,072 positions, is an angle of up to 1e-3.
         tokens: length of the rows.
 
     Raises:
@@ -119,14 +128,20 @@ def verify(config: Config, *, torch: bool = True, tolerance: float = 1e-4, token
     python = torch_python() if torch else None
     config = dataclasses.replace(config, model=with_own_base(config.model, adapter))
     path = locate(config.model.model_name_or_path, config.model.cache_dir)
-    model = load_base(dataclasses.replace(config.model, quantization_bit=None), policy("fp32")).model
+    dense = dataclasses.replace(config.model, quantization_bit=None)
+    loaded = load_base(dense, policy("fp32"), cutoff_len=config.data.cutoff_len)
+    model = loaded.model
     length = min(tokens, model.cfg.max_positions)
+    starts = (0, model.cfg.max_positions - length)
     rows = np.random.default_rng(0).integers(0, model.cfg.vocab_size, (2, length), dtype=np.int32)
     found: list[Comparison] = []
     theirs_adapted = None
     if python is not None:
-        theirs, theirs_adapted = torch_logits(python, path, rows, adapter)
-        found.append(compare("base in gymjax; in transformers", logits(model, rows), theirs, tolerance))
+        changed = loaded.hf_config if config.model.rope_scaling else None
+        theirs, theirs_adapted = torch_logits(python, path, rows, adapter, starts=starts, hf_config=changed)
+        found.append(compare("base in gymjax; in transformers", logits(model, rows), theirs[0], tolerance))
+        name = f"base at positions {starts[1]} to {model.cfg.max_positions - 1}; in transformers"
+        found.append(compare(name, logits(model, rows, starts[1]), theirs[1], 10 * tolerance))
     if adapter is not None:
         load_adapter(model, adapter)
         adapted = logits(model, rows)
@@ -148,7 +163,7 @@ def _merged(config: Config, model: Decoder, adapter: Path, adapted, rows, tolera
     merged = logits(model, rows)
     found.append(compare(f"merged, rounded to {dtype.name}; adapter", merged, adapted, None))
     if config.model.quantization_bit:
-        packed = load_base(config.model, policy("fp32")).model
+        packed = load_base(config.model, policy("fp32"), cutoff_len=config.data.cutoff_len).model
         load_adapter(packed, adapter)
         name = f"merged, rounded to {dtype.name}; adapter over the 4-bit base"
         found.append(compare(name, merged, logits(packed, rows), None))
@@ -177,9 +192,23 @@ def torch_python() -> str:
 
 
 def torch_logits(
-    python: str, path: Path, tokens: Int[np.ndarray, "B T"], adapter: Path | None = None
-) -> tuple[Float[np.ndarray, "B T V"], Float[np.ndarray, "B T V"] | None]:
+    python: str,
+    path: Path,
+    tokens: Int[np.ndarray, "B T"],
+    adapter: Path | None = None,
+    *,
+    starts: Sequence[int] = (0,),
+    hf_config: Mapping[str, Any] | None = None,
+) -> tuple[Float[np.ndarray, "X B T V"], Float[np.ndarray, "B T V"] | None]:
     """Logits of transformers, and of PEFT where there is an adapter, in f32, computed by another interpreter.
+
+    Args:
+        python: that interpreter.
+        path: model folder or .gguf file.
+        tokens: rows.
+        adapter: PEFT folder.
+        starts: positions of the rows' first token; the base is computed for each.
+        hf_config: what to read in place of the folder's config.json.
 
     Raises:
         ValueError: that interpreter failed; the message has its last line.
@@ -189,6 +218,7 @@ def torch_logits(
         files = {name: str(Path(temporary) / f"{name}.npy") for name in ("tokens", "base", "adapted")}
         np.save(files["tokens"], tokens)
         request = {"folder": str(folder), "gguf": gguf, "adapter": adapter and str(adapter), **files}
+        request |= {"starts": list(starts), "config": hf_config}
         environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
         ended = subprocess.run(
             [python, "-c", _TORCH_SCRIPT, json.dumps(request)], capture_output=True, text=True, env=environment

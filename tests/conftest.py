@@ -150,3 +150,15 @@ def tiny_model(tmp_path_factory):
     }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
+
+
+@pytest.fixture(scope="session")
+def public_ropes():
+    """Rotary settings of public models: parts of their config.json, and what transformers 5.24 makes of them."""
+    return json.loads((ROOT / "tests" / "public_ropes.json").read_text())
+
+
+@pytest.fixture(scope="session")
+def tiny_families():
+    """A small config.json of every family, its features on."""
+    return json.loads((ROOT / "tests" / "tiny_families.json").read_text())

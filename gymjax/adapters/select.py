@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from gymjax.models.decoder import Decoder, stack_layers
+from gymjax.models.decoder import Decoder
+from gymjax.models.decoder_config import stack_layers
 from gymjax.models.names import HFWeight, hf_weights, node_at
 from gymjax.optim.labels import Trained
 from pallas_kernels.nf4_linear import NF4Weight

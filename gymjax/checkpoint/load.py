@@ -22,6 +22,7 @@ from gymjax.config.sections import ModelConfig
 from gymjax.dtypes import Policy
 from gymjax.models import decoder_config
 from gymjax.models.decoder import Decoder
+from gymjax.models.hf_rope import extend_context
 
 PACKAGE_PREFIX = "package:"
 _HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "*.txt")
@@ -62,25 +63,36 @@ def with_own_base(config: ModelConfig, adapter: Path | str | None) -> ModelConfi
 
 
 def load_base(
-    config: ModelConfig, policy: Policy, *, place: Place | None = None, split: Split | None = None
+    config: ModelConfig,
+    policy: Policy,
+    *,
+    cutoff_len: int | None = None,
+    place: Place | None = None,
+    split: Split | None = None,
 ) -> LoadedModel:
     """Load a base model, one variable of the tree in host memory at a time.
 
     Args:
-        config: model_name_or_path, cache_dir, quantization_bit and double_quantization are read. With
+        config: model_name_or_path, cache_dir, quantization_bit, double_quantization and rope_scaling are read. With
             quantization_bit 4 the linear weights of the blocks are packed into NF4 as they are read; a bitsandbytes
             checkpoint stays packed whatever the setting.
         policy: dtypes of the dense weights and of the computation.
+        cutoff_len: tokens that rope_scaling makes room for.
         place: see `weights.load_decoder`.
         split: likewise.
 
     Raises:
         FileNotFoundError: the model, or a file of it, is not there.
-        ValueError: damaged or unsupported files, tensors that do not fit, a tokenizer that does not fit.
+        ValueError: damaged or unsupported files, tensors that do not fit, a tokenizer that does not fit, a rope_scaling
+            that the model cannot have.
     """
     path = locate(config.model_name_or_path, config.cache_dir)
     source = open_model(path)
     hf_config = dict(source.config)
+    if config.rope_scaling is not None:
+        if cutoff_len is None:
+            raise ValueError(f"rope_scaling: {config.rope_scaling} needs cutoff_len, the context it extends to")
+        hf_config = extend_context(hf_config, config.rope_scaling, cutoff_len)
     cfg = decoder_config(hf_config)
     tokenizer = load_tokenizer(path, source)
     if len(tokenizer) > cfg.vocab_size:

@@ -12,7 +12,8 @@ from jax.typing import DTypeLike
 
 from gymjax.adapters.svd_start import Pack
 from gymjax.checkpoint.safetensors_io import Tensor
-from gymjax.models.decoder import Decoder, DecoderConfig
+from gymjax.models.decoder import Decoder
+from gymjax.models.decoder_config import DecoderConfig
 from gymjax.models.names import HFWeight, hf_weights, node_at
 from gymjax.quant.nf4 import quantize, to_bitsandbytes
 from pallas_kernels.nf4_linear import NF4Weight, dequantize

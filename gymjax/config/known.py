@@ -75,7 +75,6 @@ _ENGINE = "gymjax.generate and gymjax.chat use their own decoder"
 _FREEZE = "use finetuning_type: freeze with freeze_trainable_layers"
 _NF4 = "use quantization_bit: 4 with quantization_method: bnb (NF4)"
 _TEMPLATE = "the tokenizer's own chat template is used as it is"
-_ROPE = "the model's config.json decides (default, linear and llama3)"
 _EVALUATE = "run python -m gymjax.evaluate or gymjax.generate afterwards"
 _TOKENS = "add tokens to the tokenizer and the model beforehand"
 
@@ -93,8 +92,7 @@ UNSUPPORTED: dict[str, str] = {
     "relora_steps": "use finetuning_type: lora",
     "shift_attn": "use cutoff_len as long as memory allows; attention is exact",
     "s2_attention": "use cutoff_len as long as memory allows; attention is exact",
-    "rope_scaling": _ROPE,
-    "rope_theta": _ROPE,
+    "rope_theta": "the model's config.json decides; rope_scaling extends its context to cutoff_len",
     "moe_aux_loss_coef": "only dense models train",
     "resize_vocab": _TOKENS,
     "add_tokens": _TOKENS,

@@ -17,6 +17,8 @@ def sft_loss(
     weights_BT: Float[Array, "B T"],
     *,
     frozen_head: bool,
+    logit_scale: float = 1.0,
+    logit_softcap: float | None = None,
 ) -> Float[Array, ""]:
     """Weighted sum of negative log-likelihoods, `sum_t w_t * -log p(target_t)`, f32; the caller divides once.
 
@@ -26,7 +28,17 @@ def sft_loss(
         targets_BT: next token of each position; any value where the weight is 0.
         weights_BT: f32, 0 where nothing is learned.
         frozen_head: the head gets no gradient, and the states' gradient is computed in the forward pass.
+        logit_scale: the model's factor on logits.
+        logit_softcap: its bound on them.
     """
     labels_BT = jnp.where(weights_BT > 0, targets_BT, IGNORED)
-    nll_BT = linear_cross_entropy(hidden_BTD, head_VD, labels_BT, frozen_head=frozen_head, ignore_index=IGNORED)
+    nll_BT = linear_cross_entropy(
+        hidden_BTD,
+        head_VD,
+        labels_BT,
+        frozen_head=frozen_head,
+        ignore_index=IGNORED,
+        scale=logit_scale,
+        softcap=logit_softcap,
+    )
     return jnp.sum(nll_BT * weights_BT)

@@ -5,10 +5,29 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gymjax.models import llama, mistral, qwen2, qwen3
-from gymjax.models.decoder import DecoderConfig
+from gymjax.models import gemma, gemma2, gemma3, granite, llama, mistral, olmo2, olmo3, phi3, qwen2, qwen3, smollm3
+from gymjax.models.decoder_config import DecoderConfig
+from gymjax.models.hf_config import REQUIRED
 
-FAMILIES = {"llama": llama, "mistral": mistral, "qwen2": qwen2, "qwen3": qwen3}
+FAMILIES = {
+    "llama": llama,
+    "mistral": mistral,
+    "qwen2": qwen2,
+    "qwen3": qwen3,
+    "gemma": gemma,
+    "gemma2": gemma2,
+    "gemma3_text": gemma3,
+    "phi3": phi3,
+    "olmo2": olmo2,
+    "olmo3": olmo3,
+    "smollm3": smollm3,
+    "granite": granite,
+}
+INSTEAD = {
+    "olmo": "its LayerNorm has no weights, and only RMSNorm is done; OLMo 2 and 3 are supported",
+    "gemma3": "it reads images too; give its text part alone, a Gemma3ForCausalLM around its language_model",
+}
+"""Relatives of supported families -> why they are not done, and what is."""
 
 
 def decoder_config(hf: Mapping[str, Any]) -> DecoderConfig:
@@ -18,6 +37,11 @@ def decoder_config(hf: Mapping[str, Any]) -> DecoderConfig:
         ValueError: a model_type, rope type or activation that is not done here, or a missing key; the message names it.
     """
     family = hf.get("model_type")
+    if family in INSTEAD:
+        raise ValueError(f"config.json: model_type {family!r} is not supported: {INSTEAD[family]}")
     if family not in FAMILIES:
         raise ValueError(f"config.json: model_type {family!r} is not supported; supported: {', '.join(FAMILIES)}")
+    missing = [name for name in REQUIRED if name not in hf]
+    if missing:
+        raise ValueError(f"config.json: missing {', '.join(missing)}")
     return FAMILIES[family].decoder_config(hf)

@@ -11,83 +11,16 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from gymjax.nn.attention import Attention, LayerCache, RopeTables
+from gymjax.models.block import Block
+from gymjax.models.decoder_config import DecoderConfig
+from gymjax.nn.attention import LayerCache, RopeTables
 from gymjax.nn.linear import Linear
-from gymjax.nn.mlp import GatedMLP
 from gymjax.nn.norm import RMSNorm
-from gymjax.nn.rope import RopeConfig, rope_tables
+from gymjax.nn.rope import document_lengths, rope_tables
 from pallas_kernels import Implementation
 
 SAVED_NAMES = ("q", "k", "v", "attention", "attention_lse", "gate", "up")
 REMAT = ("none", "full", "selective")
-
-
-@dataclasses.dataclass(frozen=True)
-class LayerKind:
-    """What may differ between the layers of one model; static, so that kernels can specialise on it."""
-
-    window: int | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Stack:
-    """`repeats` repetitions of a group of layers; one scan runs over the repetitions."""
-
-    pattern: tuple[LayerKind, ...]
-    repeats: int
-
-
-@dataclasses.dataclass(frozen=True)
-class DecoderConfig:
-    """Shape and features of a decoder; widths in elements."""
-
-    vocab_size: int
-    width: int
-    ffn_width: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    stacks: tuple[Stack, ...]
-    rope: RopeConfig
-    norm_eps: float
-    max_positions: int
-    qkv_bias: bool = False
-    out_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    tie_embeddings: bool = False
-
-    @property
-    def kinds(self) -> tuple[LayerKind, ...]:
-        """The kind of every layer, first to last."""
-        return tuple(kind for stack in self.stacks for _ in range(stack.repeats) for kind in stack.pattern)
-
-    @property
-    def layers(self) -> int:
-        """Number of layers."""
-        return len(self.kinds)
-
-
-def stack_layers(kinds: tuple[LayerKind, ...], cut: int | None = None) -> tuple[Stack, ...]:
-    """Groups layers into as few scans as their kinds allow; `cut` forces a boundary before that layer.
-
-    A kind sequence of period p <= 8 becomes one stack of groups of p and, where p does not divide it, one more for the
-    rest; any other sequence becomes runs of equal layers.
-    """
-    if cut:
-        return stack_layers(kinds[:cut]) + stack_layers(kinds[cut:])
-    for period in range(1, min(8, len(kinds)) + 1):
-        pattern, whole = kinds[:period], len(kinds) // period
-        if all(kind == pattern[i % period] for i, kind in enumerate(kinds)) and (period == 1 or whole > 1):
-            rest = kinds[whole * period :]
-            return (Stack(pattern, whole), *((Stack(rest, 1),) if rest else ()))
-    runs: list[Stack] = []
-    for kind in kinds:
-        if runs and runs[-1].pattern == (kind,):
-            runs[-1] = Stack((kind,), runs[-1].repeats + 1)
-        else:
-            runs.append(Stack((kind,), 1))
-    return tuple(runs)
 
 
 @jax.tree_util.register_dataclass
@@ -99,11 +32,15 @@ class KVCache:
         k: for each stack, for each layer of its group, keys (repeats, B, S, K, H).
         v: values, likewise.
         length: (B,) int32, tokens stored in each row.
+        context: (B,) int32, length that the row's rotary angles are made for, where they depend on it: what the row can
+            grow to (its prompt and the slots left for its answer), fixed when the prompt is read, as keys are stored
+            rotated. A full pass with `context_B` gives the same.
     """
 
     k: tuple[tuple[Array, ...], ...]
     v: tuple[tuple[Array, ...], ...]
     length: Int[Array, " B"]
+    context: Int[Array, " B"]
 
 
 def empty_cache(cfg: DecoderConfig, batch: int, slots: int, dtype: jnp.dtype) -> KVCache:
@@ -113,46 +50,7 @@ def empty_cache(cfg: DecoderConfig, batch: int, slots: int, dtype: jnp.dtype) ->
         shape = (batch, slots, cfg.kv_heads, cfg.head_dim)
         return tuple(tuple(jnp.zeros((s.repeats, *shape), dtype) for _ in s.pattern) for s in cfg.stacks)
 
-    return KVCache(zeros(), zeros(), jnp.zeros(batch, jnp.int32))
-
-
-class Block(nnx.Module):
-    """Pre-norm transformer layer: `x + attn(norm(x))`, then `x + mlp(norm(x))`."""
-
-    def __init__(self, cfg: DecoderConfig, kind: LayerKind, *, dtype: jnp.dtype, leading: tuple[int, ...]):
-        shared = {"dtype": dtype, "leading": leading}
-        self.attn_norm = RMSNorm(cfg.width, eps=cfg.norm_eps, **shared)
-        self.attn = Attention(
-            width=cfg.width,
-            heads=cfg.heads,
-            kv_heads=cfg.kv_heads,
-            head_dim=cfg.head_dim,
-            qkv_bias=cfg.qkv_bias,
-            out_bias=cfg.out_bias,
-            qk_norm_eps=cfg.norm_eps if cfg.qk_norm else None,
-            window=kind.window,
-            **shared,
-        )
-        self.mlp_norm = RMSNorm(cfg.width, eps=cfg.norm_eps, **shared)
-        self.mlp = GatedMLP(cfg.width, cfg.ffn_width, use_bias=cfg.mlp_bias, **shared)
-
-    def __call__(
-        self,
-        x_BTD: Float[Array, "B T D"],
-        tables: RopeTables,
-        segment_ids_BT: Int[Array, "B T"] | None,
-        *,
-        key: jax.Array | None,
-        attention: Implementation | None,
-        cache: LayerCache | None,
-    ) -> tuple[Float[Array, "B T D"], LayerCache | None]:
-        """One layer; see Attention for the cache."""
-        attn_key, mlp_key = (None, None) if key is None else jax.random.split(key)
-        out_BTD, cache = self.attn(
-            self.attn_norm(x_BTD), tables, segment_ids_BT, key=attn_key, implementation=attention, cache=cache
-        )
-        x_BTD = x_BTD + out_BTD
-        return x_BTD + self.mlp(self.mlp_norm(x_BTD), mlp_key), cache
+    return KVCache(zeros(), zeros(), jnp.zeros(batch, jnp.int32), jnp.full(batch, slots, jnp.int32))
 
 
 class Decoder(nnx.Module):
@@ -168,12 +66,13 @@ class Decoder(nnx.Module):
                 for stack in cfg.stacks
             ]
         )
-        self.norm = RMSNorm(cfg.width, eps=cfg.norm_eps, dtype=dtype)
+        self.norm = RMSNorm(cfg.width, eps=cfg.norm_eps, offset=cfg.norm_offset, dtype=dtype)
         self.head = None if cfg.tie_embeddings else Linear(cfg.width, cfg.vocab_size, use_bias=False, dtype=dtype)
 
     def embed_tokens(self, tokens_BT: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """Embeddings of tokens in the compute dtype."""
-        return self.embed.get_value()[tokens_BT].astype(self.compute_dtype)
+        x_BTD = self.embed.get_value()[tokens_BT].astype(self.compute_dtype)
+        return x_BTD if self.cfg.embed_scale == 1 else x_BTD * jnp.asarray(self.cfg.embed_scale, x_BTD.dtype)
 
     def head_weight(self) -> Float[Array, "V D"]:
         """The output projection, whether tied or not, with its adapter where it has one."""
@@ -186,7 +85,10 @@ class Decoder(nnx.Module):
     def logits(self, hidden_BTD: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
         """Vocabulary scores in f32; for generation and checks, never for training."""
         head_VD = self.head_weight().astype(hidden_BTD.dtype)
-        return jnp.einsum("...D,VD->...V", hidden_BTD, head_VD, preferred_element_type=jnp.float32)
+        logits_BTV = jnp.einsum("...D,VD->...V", hidden_BTD, head_VD, preferred_element_type=jnp.float32)
+        logits_BTV *= self.cfg.logit_scale
+        cap = self.cfg.logit_softcap
+        return logits_BTV if cap is None else cap * jnp.tanh(logits_BTV / cap)
 
     def __call__(self, tokens_BT: Int[Array, "B T"], **options: Any) -> Float[Array, "B T D"]:
         """Hidden states of tokens; options as in `trunk`."""
@@ -198,6 +100,7 @@ class Decoder(nnx.Module):
         *,
         positions_BT: Int[Array, "B T"] | None = None,
         segment_ids_BT: Int[Array, "B T"] | None = None,
+        context_B: Int[Array, " B"] | None = None,
         key: jax.Array | None = None,
         remat: str = "none",
         attention: Implementation | None = None,
@@ -208,6 +111,8 @@ class Decoder(nnx.Module):
             x_BTD: embedded tokens.
             positions_BT: rotary positions; default 0..T-1.
             segment_ids_BT: 1, 2, ... per packed document, 0 for padding; None: one document a row.
+            context_B: length that each row's rotary angles are made for, where RopeConfig.by_length; None: each
+                document's own length (transformers takes the longest row's for the whole batch).
             key: randomness of the adapters' dropout; None turns it off.
             remat: "none" keeps activations, "full" recomputes whole layers, "selective" keeps SAVED_NAMES.
             attention: flash-attention implementation; None picks the fastest.
@@ -222,7 +127,8 @@ class Decoder(nnx.Module):
             raise ValueError(f"remat must be one of {', '.join(REMAT)}, not {remat!r}")
         if positions_BT is None:
             positions_BT = jnp.arange(x_BTD.shape[1])[None]
-        x_BTD, _ = self._layers(x_BTD, positions_BT, segment_ids_BT, None, key, remat, attention)
+        tables = self._tables(jnp.broadcast_to(positions_BT, x_BTD.shape[:2]), segment_ids_BT, context_B)
+        x_BTD, _ = self._layers(x_BTD, tables, segment_ids_BT, None, key, remat, attention)
         return self.norm(x_BTD)
 
     def cached(
@@ -242,21 +148,30 @@ class Decoder(nnx.Module):
             attention: flash-attention implementation of prompts; None picks the fastest.
         """
         B, T = tokens_BT.shape
-        positions_BT = cache.length[:, None] if T == 1 else jnp.arange(T)[None]
-        x_BTD = self.embed_tokens(tokens_BT)
-        x_BTD, (k, v) = self._layers(x_BTD, positions_BT, segment_ids_BT, cache, None, "none", attention)
         if T == 1:
-            length = cache.length + 1
-        elif segment_ids_BT is None:
-            length = jnp.full((B,), T, jnp.int32)
+            positions_BT, length, context = cache.length[:, None], cache.length + 1, cache.context
         else:
-            length = jnp.sum(segment_ids_BT != 0, axis=1, dtype=jnp.int32)
-        return self.norm(x_BTD), KVCache(k, v, length)
+            positions_BT = jnp.broadcast_to(jnp.arange(T), (B, T))
+            length = jnp.full((B,), T, jnp.int32)
+            if segment_ids_BT is not None:
+                length = jnp.sum(segment_ids_BT != 0, axis=1, dtype=jnp.int32)
+            context = length + (cache.k[0][0].shape[2] - T)
+        tables = self._tables(positions_BT, segment_ids_BT, context)
+        x_BTD = self.embed_tokens(tokens_BT)
+        x_BTD, (k, v) = self._layers(x_BTD, tables, segment_ids_BT, cache, None, "none", attention)
+        return self.norm(x_BTD), KVCache(k, v, length, context)
 
-    def _layers(self, x_BTD, positions_BT, segment_ids_BT, cache, key, remat, attention):
+    def _tables(self, positions_BT, segment_ids_BT, context_B) -> tuple[RopeTables, ...]:
+        """cos and sin of each of the model's rotary settings."""
+        lengths_BT = None
+        if context_B is not None:
+            lengths_BT = jnp.broadcast_to(context_B[:, None], positions_BT.shape)
+        elif any(rope.by_length for rope in self.cfg.ropes):
+            lengths_BT = document_lengths(positions_BT, segment_ids_BT)
+        return tuple(rope_tables(positions_BT, rope, self.cfg.head_dim, lengths_BT) for rope in self.cfg.ropes)
+
+    def _layers(self, x_BTD, tables, segment_ids_BT, cache, key, remat, attention):
         """Every stack in turn; returns (states, (keys, values) of the stacks' caches)."""
-        positions_BT = jnp.broadcast_to(positions_BT, x_BTD.shape[:2])
-        tables = rope_tables(positions_BT, self.cfg.rope, self.cfg.head_dim)
         run = functools.partial(
             _run_group,
             tables=tables,

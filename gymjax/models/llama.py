@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gymjax.models.decoder import DecoderConfig
+from gymjax.models.decoder_config import DecoderConfig
 from gymjax.models.hf_config import read_decoder
 
 

@@ -6,10 +6,11 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from gymjax.models.decoder import Decoder, DecoderConfig
+from gymjax.models.decoder import Decoder
+from gymjax.models.decoder_config import DecoderConfig
 from gymjax.nn.linear import Linear
 
-BLOCK_LINEARS = {
+_PROJECTIONS = {
     "self_attn.q_proj": ("attn", "q"),
     "self_attn.k_proj": ("attn", "k"),
     "self_attn.v_proj": ("attn", "v"),
@@ -18,13 +19,23 @@ BLOCK_LINEARS = {
     "mlp.up_proj": ("mlp", "up"),
     "mlp.down_proj": ("mlp", "down"),
 }
-BLOCK_NORMS = {
-    "input_layernorm": ("attn_norm",),
-    "self_attn.q_norm": ("attn", "q_norm"),
-    "self_attn.k_norm": ("attn", "k_norm"),
-    "post_attention_layernorm": ("mlp_norm",),
+_FUSED_PROJECTIONS = {
+    "self_attn.qkv_proj": ("attn", "qkv"),
+    "self_attn.o_proj": ("attn", "o"),
+    "mlp.gate_up_proj": ("mlp", "gate_up"),
+    "mlp.down_proj": ("mlp", "down"),
 }
-TOP_MODULES = {"model.embed_tokens": (), "model.norm": ("norm",), "lm_head": ("head",)}
+# Names tell where a norm stands only in part: "post_attention" is what stands before the feed-forward block in "pre".
+_NORMS = {
+    "pre": {"input_layernorm": "attn_norm", "post_attention_layernorm": "mlp_norm"},
+    "post": {"post_attention_layernorm": "attn_out_norm", "post_feedforward_layernorm": "mlp_out_norm"},
+    "sandwich": {
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "attn_out_norm",
+        "pre_feedforward_layernorm": "mlp_norm",
+        "post_feedforward_layernorm": "mlp_out_norm",
+    },
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,21 +64,29 @@ def layer_places(cfg: DecoderConfig) -> list[tuple[int, int, int]]:
     ]
 
 
+def block_linears(cfg: DecoderConfig) -> dict[str, tuple[str, str]]:
+    """Hugging Face module name inside a layer -> (part of our block, projection) of every linear layer."""
+    return _FUSED_PROJECTIONS if cfg.fused else _PROJECTIONS
+
+
 def _block_weights(cfg: DecoderConfig, prefix: str, base: tuple, index: int) -> Iterator[HFWeight]:
     q, kv = cfg.heads * cfg.head_dim, cfg.kv_heads * cfg.head_dim
     shapes = {"q": (q, cfg.width), "k": (kv, cfg.width), "v": (kv, cfg.width), "o": (cfg.width, q)}
     shapes |= {"gate": (cfg.ffn_width, cfg.width), "up": (cfg.ffn_width, cfg.width), "down": (cfg.width, cfg.ffn_width)}
-    biased = {"q": cfg.qkv_bias, "k": cfg.qkv_bias, "v": cfg.qkv_bias, "o": cfg.out_bias}
-    for name, path in BLOCK_LINEARS.items():
+    shapes |= {"qkv": (q + 2 * kv, cfg.width), "gate_up": (2 * cfg.ffn_width, cfg.width)}
+    biased = dict.fromkeys(("q", "k", "v", "qkv"), cfg.qkv_bias) | {"o": cfg.out_bias}
+    for name, path in block_linears(cfg).items():
         shape = shapes[path[-1]]
         yield HFWeight(f"{prefix}.{name}.weight", (*base, *path, "w"), index, shape, quantizable=True)
         if biased.get(path[-1], cfg.mlp_bias):
             yield HFWeight(f"{prefix}.{name}.bias", (*base, *path, "b"), index, shape[:1])
-    for name, path in BLOCK_NORMS.items():
-        if len(path) == 2 and not cfg.qk_norm:
-            continue
-        width = cfg.head_dim if len(path) == 2 else cfg.width
-        yield HFWeight(f"{prefix}.{name}.weight", (*base, *path, "scale"), index, (width,))
+    for name, norm in _NORMS[cfg.norms].items():
+        yield HFWeight(f"{prefix}.{name}.weight", (*base, norm, "scale"), index, (cfg.width,))
+    if cfg.qk_norm != "none":
+        widths = {"q_norm": q, "k_norm": kv} if cfg.qk_norm == "projection" else {}
+        for norm in ("q_norm", "k_norm"):
+            shape = (widths.get(norm, cfg.head_dim),)
+            yield HFWeight(f"{prefix}.self_attn.{norm}.weight", (*base, "attn", norm, "scale"), index, shape)
 
 
 def hf_weights(cfg: DecoderConfig) -> list[HFWeight]:
@@ -100,7 +119,7 @@ def linears(model: Decoder) -> Iterator[tuple[Linear, dict[int | None, str]]]:
     for s, blocks in enumerate(model.stacks):
         for p, block in enumerate(blocks):
             rows = {r: i for i, (s_, p_, r) in enumerate(places) if (s_, p_) == (s, p)}
-            for name, (part, projection) in BLOCK_LINEARS.items():
+            for name, (part, projection) in block_linears(model.cfg).items():
                 layer = getattr(getattr(block, part), projection)
                 yield layer, {r: f"model.layers.{i}.{name}" for r, i in rows.items()}
     if model.head is not None:

@@ -5,26 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gymjax.models.decoder import DecoderConfig
-from gymjax.models.hf_config import read_decoder
+from gymjax.models.decoder_config import DecoderConfig, LayerKind
+from gymjax.models.hf_config import read_decoder, sliding_layers
 
 
-def layer_windows(hf: Mapping[str, Any]) -> tuple[int | None, ...]:
-    """Window of each layer: `layer_types` when given, else layers from max_window_layers on, if use_sliding_window."""
+def layer_kinds(hf: Mapping[str, Any]) -> tuple[LayerKind, ...]:
+    """Kind of each layer: `layer_types` when given, else layers from max_window_layers on, if use_sliding_window."""
     layers = hf["num_hidden_layers"]
     window = hf.get("sliding_window", 4096) if hf.get("use_sliding_window") else None
-    types = hf.get("layer_types")
-    if types is None:
-        first = hf.get("max_window_layers", 28)
-        types = ["full_attention" if i < first else "sliding_attention" for i in range(layers)]
-    unknown = set(types) - {"full_attention", "sliding_attention"}
-    if unknown or len(types) != layers:
-        raise ValueError(
-            f"config.json: layer_types must be {layers} of full_attention or sliding_attention, not {types}"
-        )
-    return tuple(window if kind == "sliding_attention" else None for kind in types)
+    first = hf.get("max_window_layers", 28)
+    sliding = sliding_layers(hf, ["full_attention" if i < first else "sliding_attention" for i in range(layers)])
+    return tuple(LayerKind(window if slides else None) for slides in sliding)
 
 
 def decoder_config(hf: Mapping[str, Any]) -> DecoderConfig:
     """DecoderConfig of a config.json whose model_type is "qwen2"."""
-    return read_decoder(hf, windows=layer_windows(hf), qkv_bias=True)
+    return read_decoder(hf, kinds=layer_kinds(hf), qkv_bias=True)

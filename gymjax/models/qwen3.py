@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gymjax.models.decoder import DecoderConfig
+from gymjax.models.decoder_config import DecoderConfig
 from gymjax.models.hf_config import read_decoder
-from gymjax.models.qwen2 import layer_windows
+from gymjax.models.qwen2 import layer_kinds
 
 
 def decoder_config(hf: Mapping[str, Any]) -> DecoderConfig:
     """DecoderConfig of a config.json whose model_type is "qwen3"."""
     bias = bool(hf.get("attention_bias"))
-    head_dim = hf.get("head_dim") or 128
-    return read_decoder(
-        {**hf, "head_dim": head_dim}, windows=layer_windows(hf), qkv_bias=bias, out_bias=bias, qk_norm=True
-    )
+    hf = {**hf, "head_dim": hf.get("head_dim") or 128}
+    return read_decoder(hf, kinds=layer_kinds(hf), qkv_bias=bias, out_bias=bias, qk_norm="head")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +18,8 @@ from gymjax.nn.linear import Linear
 from gymjax.nn.norm import RMSNorm
 from pallas_kernels import Implementation
 
-RopeTables = tuple[Float[Array, "B T H2"], Float[Array, "B T H2"]]
+RopeTables = tuple[Float[Array, "B T R2"], Float[Array, "B T R2"]]
+QKNorm = Literal["none", "head", "projection"]
 
 
 @jax.tree_util.register_dataclass
@@ -52,16 +55,24 @@ class LayerCache:
 
 
 def decode_attention(
-    q_B1NH: Float[Array, "B 1 N H"], cache: LayerCache, *, window: int | None
+    q_B1NH: Float[Array, "B 1 N H"],
+    cache: LayerCache,
+    *,
+    window: int | None,
+    scale: float | None = None,
+    softcap: float | None = None,
 ) -> Float[Array, "B 1 N H"]:
-    """One query a row against the row's cached keys [0, length]; softmax in f32.
+    """One query a row against the row's cached keys [0, length]; scale and softcap as in flash_attention.
 
-    The row's own token must already be stored at slot `length`.
+    The row's own token must already be stored at slot `length`. Scores and softmax are in f32.
     """
     k_BSKH, v_BSKH = cache.k[cache.layer], cache.v[cache.layer]
     B, _, N, H = q_B1NH.shape
     q_BKGH = q_B1NH.reshape(B, k_BSKH.shape[2], N // k_BSKH.shape[2], H)
-    score_BKGS = jnp.einsum("BKGH,BSKH->BKGS", q_BKGH, k_BSKH, preferred_element_type=jnp.float32) * H**-0.5
+    score_BKGS = jnp.einsum("BKGH,BSKH->BKGS", q_BKGH, k_BSKH, preferred_element_type=jnp.float32)
+    score_BKGS *= H**-0.5 if scale is None else scale
+    if softcap is not None:
+        score_BKGS = softcap * jnp.tanh(score_BKGS / softcap)
     slot_S, last_B1 = jnp.arange(k_BSKH.shape[1]), cache.length[:, None]
     seen_BS = slot_S <= last_B1
     if window is not None:
@@ -72,7 +83,26 @@ def decode_attention(
 
 
 class Attention(nnx.Module):
-    """`o(attend(rope(q(x)), rope(k(x)), v(x)))`, causal; q and k may be normalised over the head width first."""
+    """`o(attend(rope(q(x)), rope(k(x)), v(x)))`, causal; q and k may be normalised first.
+
+    Args:
+        width: of the input and the output.
+        heads: query heads.
+        kv_heads: key heads.
+        head_dim: width of a head.
+        qkv_bias: whether q, k and v add a bias.
+        out_bias: whether o does.
+        qk_norm: "head" normalises q and k over each head, "projection" over all heads together.
+        norm_eps: of these norms.
+        norm_offset: of these norms, see RMSNorm.
+        window: keys that a query sees at most; None: all before it.
+        rope: which of the model's rotary tables turns q and k; None: none does (NoPE, arXiv 2305.19466).
+        scale: factor on the scores; None: 1/sqrt(head_dim).
+        softcap: bound on the scores, see flash_attention.
+        fused: q, k and v are one matrix, in this order.
+        dtype: of the weights.
+        leading: axes of stacked layers.
+    """
 
     def __init__(
         self,
@@ -83,24 +113,39 @@ class Attention(nnx.Module):
         head_dim: int,
         qkv_bias: bool,
         out_bias: bool,
-        qk_norm_eps: float | None,
+        qk_norm: QKNorm,
+        norm_eps: float,
+        norm_offset: float,
         window: int | None,
+        rope: int | None,
+        scale: float | None,
+        softcap: float | None,
+        fused: bool,
         dtype: jnp.dtype,
         leading: tuple[int, ...] = (),
     ):
-        self.heads, self.kv_heads, self.head_dim, self.window = heads, kv_heads, head_dim, window
-        self.q = Linear(width, heads * head_dim, use_bias=qkv_bias, dtype=dtype, leading=leading)
-        self.k = Linear(width, kv_heads * head_dim, use_bias=qkv_bias, dtype=dtype, leading=leading)
-        self.v = Linear(width, kv_heads * head_dim, use_bias=qkv_bias, dtype=dtype, leading=leading)
-        self.o = Linear(heads * head_dim, width, use_bias=out_bias, dtype=dtype, leading=leading)
-        eps = qk_norm_eps
-        self.q_norm = None if eps is None else RMSNorm(head_dim, eps=eps, dtype=dtype, leading=leading)
-        self.k_norm = None if eps is None else RMSNorm(head_dim, eps=eps, dtype=dtype, leading=leading)
+        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
+        self.window, self.rope, self.scale, self.softcap, self.fused = window, rope, scale, softcap, fused
+        shared = {"dtype": dtype, "leading": leading}
+        q_width, kv_width = heads * head_dim, kv_heads * head_dim
+        if fused:
+            self.qkv = Linear(width, q_width + 2 * kv_width, use_bias=qkv_bias, **shared)
+        else:
+            self.q = Linear(width, q_width, use_bias=qkv_bias, **shared)
+            self.k = Linear(width, kv_width, use_bias=qkv_bias, **shared)
+            self.v = Linear(width, kv_width, use_bias=qkv_bias, **shared)
+        self.o = Linear(q_width, width, use_bias=out_bias, **shared)
+        self.qk_norm: QKNorm = qk_norm
+        if qk_norm != "none":
+            whole = qk_norm == "projection"
+            norm = functools.partial(RMSNorm, eps=norm_eps, offset=norm_offset, **shared)
+            self.q_norm = norm(q_width if whole else head_dim)
+            self.k_norm = norm(kv_width if whole else head_dim)
 
     def __call__(
         self,
         x_BTD: Float[Array, "B T D"],
-        tables: RopeTables,
+        tables: tuple[RopeTables, ...],
         segment_ids_BT: Int[Array, "B T"] | None,
         *,
         key: jax.Array | None = None,
@@ -110,16 +155,14 @@ class Attention(nnx.Module):
         """Attends within segments; with a cache, T > 1 fills it from slot 0 and T = 1 continues from it."""
         B, T, _ = x_BTD.shape
         keys = [None] * 4 if key is None else jax.random.split(key, 4)
-        q_BTNH = self.q(x_BTD, keys[0]).reshape(B, T, self.heads, self.head_dim)
-        k_BTKH = self.k(x_BTD, keys[1]).reshape(B, T, self.kv_heads, self.head_dim)
-        v_BTKH = checkpoint_name(self.v(x_BTD, keys[2]).reshape(B, T, self.kv_heads, self.head_dim), "v")
-        if self.q_norm is not None and self.k_norm is not None:
-            q_BTNH, k_BTKH = self.q_norm(q_BTNH), self.k_norm(k_BTKH)
-        q_BTNH, k_BTKH = rope_kernel.rope(q_BTNH, k_BTKH, *tables)
+        q_BTNH, k_BTKH, v_BTKH = self._project(x_BTD, keys)
+        if self.rope is not None:
+            q_BTNH, k_BTKH = rope_kernel.rope(q_BTNH, k_BTKH, *tables[self.rope])
         q_BTNH, k_BTKH = checkpoint_name(q_BTNH, "q"), checkpoint_name(k_BTKH, "k")
+        options = {"window": self.window, "scale": self.scale, "softcap": self.softcap}
         if cache is not None and T == 1:
             cache = cache.append(k_BTKH, v_BTKH)
-            out_BTNH = decode_attention(q_BTNH, cache, window=self.window)
+            out_BTNH = decode_attention(q_BTNH, cache, **options)
         else:
             cache = None if cache is None else cache.prefill(k_BTKH, v_BTKH)
             out_BTNH = flash.flash_attention(
@@ -127,9 +170,24 @@ class Attention(nnx.Module):
                 k_BTKH,
                 v_BTKH,
                 causal=True,
-                window=self.window,
                 segment_ids=segment_ids_BT,
                 implementation=implementation,
+                **options,
             )
         out_BTNH = checkpoint_name(out_BTNH, "attention")
         return self.o(out_BTNH.reshape(B, T, -1), keys[3]), cache
+
+    def _project(self, x_BTD: Float[Array, "B T D"], keys) -> tuple[Array, Array, Array]:
+        """q, k and v by heads, normalised but not rotated."""
+        B, T, _ = x_BTD.shape
+        if self.fused:
+            ends = (self.heads * self.head_dim, (self.heads + self.kv_heads) * self.head_dim)
+            q, k, v = jnp.split(self.qkv(x_BTD, keys[0]), ends, axis=-1)
+        else:
+            q, k, v = self.q(x_BTD, keys[0]), self.k(x_BTD, keys[1]), self.v(x_BTD, keys[2])
+        if self.qk_norm == "projection":
+            q, k = self.q_norm(q), self.k_norm(k)
+        q_BTNH, k_BTKH, v_BTKH = (part.reshape(B, T, -1, self.head_dim) for part in (q, k, v))
+        if self.qk_norm == "head":
+            q_BTNH, k_BTKH = self.q_norm(q_BTNH), self.k_norm(k_BTKH)
+        return q_BTNH, k_BTKH, checkpoint_name(v_BTKH, "v")

@@ -1,4 +1,4 @@
-"""Gated feed-forward block (SwiGLU, arXiv 2002.05202, eq. 6)."""
+"""Gated feed-forward block (arXiv 2002.05202, eq. 6)."""
 
 from __future__ import annotations
 
@@ -13,17 +13,35 @@ from gymjax.nn.linear import Linear
 
 
 class GatedMLP(nnx.Module):
-    """`down(silu(gate(x)) * up(x))`."""
+    """`down(activation(gate(x)) * up(x))`; `fused` keeps gate and up in one matrix, gate's rows first."""
 
-    def __init__(self, width: int, ffn_width: int, *, use_bias: bool, dtype: jnp.dtype, leading: tuple[int, ...] = ()):
+    def __init__(
+        self,
+        width: int,
+        ffn_width: int,
+        *,
+        use_bias: bool,
+        activation: kernel.Activation = "silu",
+        fused: bool = False,
+        dtype: jnp.dtype,
+        leading: tuple[int, ...] = (),
+    ):
         options = {"use_bias": use_bias, "dtype": dtype, "leading": leading}
-        self.gate = Linear(width, ffn_width, **options)
-        self.up = Linear(width, ffn_width, **options)
+        if fused:
+            self.gate_up = Linear(width, 2 * ffn_width, **options)
+        else:
+            self.gate = Linear(width, ffn_width, **options)
+            self.up = Linear(width, ffn_width, **options)
         self.down = Linear(ffn_width, width, **options)
+        self.activation: kernel.Activation = activation
+        self.fused = fused
 
     def __call__(self, x_BTD: Float[Array, "B T D"], key: jax.Array | None = None) -> Float[Array, "B T D"]:
         """Applies the block; `key` feeds the projections' adapters."""
         keys = [None] * 3 if key is None else jax.random.split(key, 3)
-        gate_BTF = checkpoint_name(self.gate(x_BTD, keys[0]), "gate")
-        up_BTF = checkpoint_name(self.up(x_BTD, keys[1]), "up")
-        return self.down(kernel.swiglu(gate_BTF, up_BTF), keys[2])
+        if self.fused:
+            gate_BTF, up_BTF = jnp.split(self.gate_up(x_BTD, keys[0]), 2, axis=-1)
+        else:
+            gate_BTF, up_BTF = self.gate(x_BTD, keys[0]), self.up(x_BTD, keys[1])
+        gate_BTF, up_BTF = checkpoint_name(gate_BTF, "gate"), checkpoint_name(up_BTF, "up")
+        return self.down(kernel.swiglu(gate_BTF, up_BTF, activation=self.activation), keys[2])

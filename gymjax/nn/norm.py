@@ -10,12 +10,18 @@ import pallas_kernels.rms_norm as kernel
 
 
 class RMSNorm(nnx.Module):
-    """`x * rsqrt(mean(x**2) + eps) * scale` over the last axis, computed in f32 (arXiv 1910.07467, eq. 4)."""
+    """`x * rsqrt(mean(x**2) + eps) * (scale + offset)` over the last axis, in f32 (arXiv 1910.07467, eq. 4).
 
-    def __init__(self, width: int, *, eps: float, dtype: jnp.dtype, leading: tuple[int, ...] = ()):
-        self.scale = nnx.Param(jnp.ones((*leading, width), dtype))
-        self.eps = eps
+    `offset` is 1 where a family stores scales around 0 (Gemma), else 0; the scale is stored as the family stores it.
+    """
+
+    def __init__(self, width: int, *, eps: float, offset: float = 0.0, dtype: jnp.dtype, leading: tuple[int, ...] = ()):
+        self.scale = nnx.Param(jnp.full((*leading, width), 1.0 - offset, dtype))
+        self.eps, self.offset = eps, offset
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
         """Normalises in f32 and returns x.dtype."""
-        return kernel.rms_norm(x, self.scale.get_value(), eps=self.eps)
+        scale = self.scale.get_value()
+        if self.offset:
+            scale = scale.astype(jnp.float32) + self.offset
+        return kernel.rms_norm(x, scale, eps=self.eps)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 
-from gymjax.models.decoder import DecoderConfig
+from gymjax.models.decoder_config import DecoderConfig
 
 GIB = 2**30
 PEAK_BF16_FLOPS = {  # dense, per device, by a part of its name; from the vendor's datasheets

@@ -35,7 +35,7 @@ def explain_attention(run: Run, width: int) -> str:
     k = jax.ShapeDtypeStruct((run.loader.rows, width, cfg.kv_heads, cfg.head_dim), dtype)
     if run.settings.attention is not None:
         return f"flash_attention: {run.settings.attention}, as flash_attn says"
-    return flash.explain(q, k, packed=run.settings.packed)
+    return flash.explain(q, k, packed=run.settings.packed, scale=cfg.attn_scale, softcap=cfg.attn_softcap)
 
 
 def before_training(run: Run, state: TrainState) -> list[str]:

@@ -27,7 +27,8 @@ from gymjax.config import AdapterConfig, Config
 from gymjax.data.loader import Loader
 from gymjax.data.prepare import Prepared, prepare
 from gymjax.dtypes import Precision, policy, resolve_precision
-from gymjax.models.decoder import Decoder, DecoderConfig
+from gymjax.models.decoder import Decoder
+from gymjax.models.decoder_config import DecoderConfig
 from gymjax.optim.build import build
 from gymjax.training.evaluate import eval_loader
 from gymjax.training.mesh import batch_shards, make_mesh, place_weight, shard_state
@@ -100,6 +101,7 @@ def load_model(config: Config, mesh: Mesh | None = None, split: Split | None = N
     return load_base(
         with_own_base(config.model, config.model.adapter_name_or_path),
         policy(precision_of(config)),
+        cutoff_len=config.data.cutoff_len,
         place=None if mesh is None else functools.partial(place_weight, mesh),
         split=split,
     )

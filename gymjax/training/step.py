@@ -102,7 +102,15 @@ def batch_loss(model, batch: Batch, settings: StepSettings, key: jax.Array | Non
     )
     adapted_head = model.head is not None and model.head.adapter is not None
     frozen_head = not adapted_head and not isinstance(model.head_variable(), Trained)
-    return sft_loss(hidden_BTD, model.head_weight(), batch["targets"], batch["loss_weights"], frozen_head=frozen_head)
+    return sft_loss(
+        hidden_BTD,
+        model.head_weight(),
+        batch["targets"],
+        batch["loss_weights"],
+        frozen_head=frozen_head,
+        logit_scale=model.cfg.logit_scale,
+        logit_softcap=model.cfg.logit_softcap,
+    )
 
 
 def _neftune(x_BTD: Array, segment_ids_BT: Array, alpha: float, key: jax.Array) -> Array:

@@ -4,6 +4,7 @@ Chunks are cut from the T axis by dynamic slices inside a scan, so the leading a
 the logits of one chunk exist, in f32: about chunk_tokens * V values.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable
 
@@ -12,33 +13,43 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What of a call is static: see linear_cross_entropy for the fields."""
+
+    chunk_tokens: int
+    ignored: int
+    scale: float
+    softcap: float | None
+
+
 def forward(
-    x: Float[Array, "*B T D"], head: Float[Array, "V D"], labels: Int[Array, "*B T"], chunk_tokens: int, ignored: int
+    x: Float[Array, "*B T D"], head: Float[Array, "V D"], labels: Int[Array, "*B T"], how: Settings
 ) -> tuple[Float[Array, "*B T"], Float[Array, "*B T"]]:
     """Return each token's negative log-likelihood (0 where ignored) and log-sum-exp."""
 
     def body(carry: None, start: Int[Array, ""], size: int) -> tuple[None, tuple[Array, Array]]:
         labels_BC = _cut(labels, start, size)
-        return carry, _loss(_logits(_cut(x, start, size, axis=-2), head), labels_BC, ignored)
+        return carry, _loss(_logits(_cut(x, start, size, axis=-2), head, how), labels_BC, how.ignored)
 
-    _, (loss, lse) = _scan(body, None, labels.shape, chunk_tokens)
+    _, (loss, lse) = _scan(body, None, labels.shape, how.chunk_tokens)
     return loss, lse
 
 
 def forward_and_dx(
-    x: Float[Array, "*B T D"], head: Float[Array, "V D"], labels: Int[Array, "*B T"], chunk_tokens: int, ignored: int
+    x: Float[Array, "*B T D"], head: Float[Array, "V D"], labels: Int[Array, "*B T"], how: Settings
 ) -> tuple[Float[Array, "*B T"], Float[Array, "*B T D"]]:
     """Return each token's negative log-likelihood and its gradient by x, in x.dtype, from one pass over the logits."""
 
     def body(dx: Array, start: Int[Array, ""], size: int) -> tuple[Array, tuple[Array]]:
         labels_BC = _cut(labels, start, size)
-        logits_BCV = _logits(_cut(x, start, size, axis=-2), head)
-        loss, lse = _loss(logits_BCV, labels_BC, ignored)
-        dlogits_BCV = _dlogits(logits_BCV, lse, labels_BC, labels_BC != ignored).astype(x.dtype)
-        dx_BCD = jnp.einsum("...v,vd->...d", dlogits_BCV, head)
+        logits_BCV = _logits(_cut(x, start, size, axis=-2), head, how)
+        loss, lse = _loss(logits_BCV, labels_BC, how.ignored)
+        dproducts_BCV = _dproducts(logits_BCV, lse, labels_BC, labels_BC != how.ignored, how).astype(x.dtype)
+        dx_BCD = jnp.einsum("...v,vd->...d", dproducts_BCV, head)
         return jax.lax.dynamic_update_slice_in_dim(dx, dx_BCD, start, axis=x.ndim - 2), (loss,)
 
-    dx, (loss,) = _scan(body, jnp.zeros_like(x), labels.shape, chunk_tokens)
+    dx, (loss,) = _scan(body, jnp.zeros_like(x), labels.shape, how.chunk_tokens)
     return loss, dx
 
 
@@ -48,23 +59,23 @@ def backward(
     labels: Int[Array, "*B T"],
     lse: Float[Array, "*B T"],
     dloss: Float[Array, "*B T"],
-    chunk_tokens: int,
-    ignored: int,
+    how: Settings,
 ) -> tuple[Float[Array, "*B T D"], Float[Array, "V D"]]:
     """Return the gradients of x (x.dtype) and head (f32, summed over chunks in f32), recomputing each logit."""
-    dloss = jnp.where(labels == ignored, 0, dloss)
+    dloss = jnp.where(labels == how.ignored, 0, dloss)
 
     def body(carry: tuple[Array, Array], start: Int[Array, ""], size: int) -> tuple[tuple[Array, Array], tuple[()]]:
         dx, dhead = carry
         x_BCD = _cut(x, start, size, axis=-2)
         weight_BC, lse_BC = _cut(dloss, start, size), _cut(lse, start, size)
-        dlogits_BCV = _dlogits(_logits(x_BCD, head), lse_BC, _cut(labels, start, size), weight_BC).astype(x.dtype)
-        dx_BCD = jnp.einsum("...v,vd->...d", dlogits_BCV, head)
-        dhead += jnp.einsum("...v,...d->vd", dlogits_BCV, x_BCD, preferred_element_type=jnp.float32)
+        logits_BCV, labels_BC = _logits(x_BCD, head, how), _cut(labels, start, size)
+        dproducts_BCV = _dproducts(logits_BCV, lse_BC, labels_BC, weight_BC, how).astype(x.dtype)
+        dx_BCD = jnp.einsum("...v,vd->...d", dproducts_BCV, head)
+        dhead += jnp.einsum("...v,...d->vd", dproducts_BCV, x_BCD, preferred_element_type=jnp.float32)
         return (jax.lax.dynamic_update_slice_in_dim(dx, dx_BCD, start, axis=x.ndim - 2), dhead), ()
 
     start = jnp.zeros_like(x), jnp.zeros(head.shape, jnp.float32)
-    (dx, dhead), _ = _scan(body, start, labels.shape, chunk_tokens)
+    (dx, dhead), _ = _scan(body, start, labels.shape, how.chunk_tokens)
     return dx, dhead
 
 
@@ -90,8 +101,9 @@ def _cut(array: Array, start: Int[Array, ""], size: int, axis: int = -1) -> Arra
     return jax.lax.dynamic_slice_in_dim(array, start, size, axis=array.ndim + axis)
 
 
-def _logits(x: Float[Array, "*B C D"], head: Float[Array, "V D"]) -> Float[Array, "*B C V"]:
-    return jnp.einsum("...d,vd->...v", x, head, preferred_element_type=jnp.float32)
+def _logits(x: Float[Array, "*B C D"], head: Float[Array, "V D"], how: Settings) -> Float[Array, "*B C V"]:
+    logits = how.scale * jnp.einsum("...d,vd->...v", x, head, preferred_element_type=jnp.float32)
+    return logits if how.softcap is None else how.softcap * jnp.tanh(logits / how.softcap)
 
 
 def _loss(logits: Float[Array, "*B C V"], labels: Int[Array, "*B C"], ignored: int) -> tuple[Array, Array]:
@@ -104,8 +116,15 @@ def _loss(logits: Float[Array, "*B C V"], labels: Int[Array, "*B C"], ignored: i
     return jnp.where(labels == ignored, 0, loss), lse
 
 
-def _dlogits(logits: Float[Array, "*B C V"], lse: Array, labels: Array, weight: Array) -> Float[Array, "*B C V"]:
-    """Return weight * (softmax(logits) - onehot(labels)) in f32."""
+def _dproducts(
+    logits: Float[Array, "*B C V"], lse: Array, labels: Array, weight: Array, how: Settings
+) -> Float[Array, "*B C V"]:
+    """Return the gradient by the products x @ head.T, in f32.
+
+    `weight * (softmax(logits) - onehot(labels)) * slope`, where slope = scale * (1 - (logits / softcap)**2) is the
+    logits' own by the products.
+    """
     probs = jnp.exp(logits - lse[..., None])
     is_label = jnp.arange(logits.shape[-1]) == labels[..., None]
-    return (probs - is_label) * weight[..., None]
+    dlogits = (probs - is_label) * (how.scale * weight)[..., None]
+    return dlogits if how.softcap is None else dlogits * (1 - (logits / how.softcap) ** 2)

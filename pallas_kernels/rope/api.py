@@ -13,15 +13,16 @@ _REFUSALS: _dispatch.Refusals = {"xla": None}
 def rope(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T K H"],
-    cos: Float[Array, "B T H/2"],
-    sin: Float[Array, "B T H/2"],
+    cos: Float[Array, "B T R/2"],
+    sin: Float[Array, "B T R/2"],
     *,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"]]:
     """Rotate queries and keys by their positions, in the half-split ("rotate_half") layout of Hugging Face.
 
-    `(a, b) -> (a*cos - b*sin, b*cos + a*sin)` with a the first and b the second half of each head, in f32, returned
-    in the inputs' dtypes. The angles are constants: cos and sin get no gradient. Source: arXiv 2104.09864, eq. 34.
+    `(a, b) -> (a*cos - b*sin, b*cos + a*sin)` with a the first and b the second half of the first R channels of each
+    head, in f32, returned in the inputs' dtypes; the other channels pass. R is H, or less where a model rotates a part
+    of its heads. The angles are constants: cos and sin get no gradient. Source: arXiv 2104.09864, eq. 34.
 
     Args:
         q: queries, f32, bf16 or f16.
@@ -54,9 +55,12 @@ def _check(q: Array, k: Array, cos: Array, sin: Array) -> None:
     batch, tokens, _, head = q.shape
     if head % 2:
         raise ValueError(f"rope: the head width must be even to be split into halves; got {head}")
-    if cos.shape != sin.shape or cos.shape not in ((batch, tokens, head // 2), (1, tokens, head // 2)):
+    whole = (batch, tokens, head // 2)
+    fits = cos.ndim == 3 and cos.shape[0] in (1, batch) and cos.shape[1] == tokens and 1 <= cos.shape[2] <= head // 2
+    if cos.shape != sin.shape or not fits:
         raise ValueError(
-            f"rope: cos and sin must be {(batch, tokens, head // 2)} (B may be 1); got {cos.shape} and {sin.shape}"
+            f"rope: cos and sin must be {whole} (B may be 1, the last axis less for heads rotated in part); "
+            f"got {cos.shape} and {sin.shape}"
         )
     if cos.dtype != jnp.float32 or sin.dtype != jnp.float32:
         raise ValueError(

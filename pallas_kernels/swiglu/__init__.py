@@ -1,5 +1,5 @@
-"""Gated activation silu(gate) * up."""
+"""Gated activation: silu(gate) * up, or GELU in silu's place."""
 
-from pallas_kernels.swiglu.api import explain, swiglu
+from pallas_kernels.swiglu.api import Activation, explain, swiglu
 
-__all__ = ["explain", "swiglu"]
+__all__ = ["Activation", "explain", "swiglu"]

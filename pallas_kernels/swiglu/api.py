@@ -1,4 +1,7 @@
-"""Public SwiGLU: argument checks and the gradient's wiring."""
+"""Public gated activation: argument checks and the gradient's wiring."""
+
+from functools import partial
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -6,6 +9,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import Implementation, _dispatch
 from pallas_kernels.swiglu import reference
+from pallas_kernels.swiglu.reference import Activation
 
 _REFUSALS: _dispatch.Refusals = {"xla": None}
 
@@ -14,22 +18,25 @@ def swiglu(
     gate: Float[Array, "*B F"],
     up: Float[Array, "*B F"],
     *,
+    activation: Activation = "silu",
     implementation: Implementation | None = None,
 ) -> Float[Array, "*B F"]:
-    """Gated activation `silu(gate) * up`, computed in f32, returned in the inputs' dtype.
+    """Gated activation `activation(gate) * up`, computed in f32, returned in the inputs' dtype.
 
-    The backward pass recomputes the sigmoid and keeps gate and up only. Source: arXiv 2002.05202, eq. 6.
+    The backward pass recomputes the activation and keeps gate and up only. Source: arXiv 2002.05202, eq. 6; GELU
+    and its tanh form: arXiv 1606.08415, section 2.
 
     Args:
         gate: f32, bf16 or f16, any shape.
         up: same shape and dtype.
+        activation: "silu" (SwiGLU), "gelu" (GeGLU with the error function) or "gelu_tanh" (its tanh form).
         implementation: "xla", or None for the fastest that accepts the arguments on this device.
 
     Returns:
         The product, in gate's shape and dtype.
 
     Raises:
-        ValueError: gate and up differ in shape or dtype, or are not floating-point.
+        ValueError: gate and up differ in shape or dtype, or are not floating-point; an unknown activation.
         NotImplementedError: the named implementation does not exist for this operation.
     """
     if gate.shape != up.shape or gate.dtype != up.dtype:
@@ -39,8 +46,10 @@ def swiglu(
         )
     if not jnp.issubdtype(gate.dtype, jnp.floating):
         raise ValueError(f"swiglu: gate and up must be floating-point; both are {gate.dtype}")
+    if activation not in get_args(Activation):
+        raise ValueError(f"swiglu: activation must be one of {', '.join(get_args(Activation))}; got {activation!r}")
     _dispatch.choose("swiglu", implementation, _REFUSALS)
-    return _swiglu(gate, up)
+    return _swiglu(activation, gate, up)
 
 
 def explain() -> str:
@@ -48,17 +57,17 @@ def explain() -> str:
     return _dispatch.explain("swiglu", _REFUSALS)
 
 
-@jax.custom_vjp
-def _swiglu(gate: Array, up: Array) -> Array:
-    return reference.forward(gate, up)
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _swiglu(activation: Activation, gate: Array, up: Array) -> Array:
+    return reference.forward(gate, up, activation)
 
 
-def _swiglu_fwd(gate: Array, up: Array) -> tuple[Array, tuple[Array, Array]]:
-    return reference.forward(gate, up), (gate, up)
+def _swiglu_fwd(activation: Activation, gate: Array, up: Array) -> tuple[Array, tuple[Array, Array]]:
+    return reference.forward(gate, up, activation), (gate, up)
 
 
-def _swiglu_bwd(residuals: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
-    return reference.backward(*residuals, dy)
+def _swiglu_bwd(activation: Activation, residuals: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
+    return reference.backward(*residuals, dy, activation)
 
 
 _swiglu.defvjp(_swiglu_fwd, _swiglu_bwd)

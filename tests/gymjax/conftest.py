@@ -11,7 +11,8 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-from gymjax.models.decoder import Decoder, DecoderConfig, LayerKind, Stack
+from gymjax.models.decoder import Decoder
+from gymjax.models.decoder_config import DecoderConfig, LayerKind, Stack
 from gymjax.nn.rope import RopeConfig
 
 CHATML = (
@@ -26,7 +27,7 @@ BASE = DecoderConfig(
     kv_heads=2,
     head_dim=8,
     stacks=(Stack((LayerKind(),), 2),),
-    rope=RopeConfig(),
+    ropes=(RopeConfig(),),
     norm_eps=1e-6,
     max_positions=256,
     tie_embeddings=True,
@@ -64,7 +65,7 @@ def hf_config():
         "head_dim": BASE.head_dim,
         "hidden_act": "silu",
         "rms_norm_eps": BASE.norm_eps,
-        "rope_parameters": {"rope_type": "default", "rope_theta": BASE.rope.theta},
+        "rope_parameters": {"rope_type": "default", "rope_theta": BASE.ropes[0].theta},
         "max_position_embeddings": BASE.max_positions,
         "tie_word_embeddings": BASE.tie_embeddings,
         "dtype": "float32",

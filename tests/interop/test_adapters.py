@@ -1,5 +1,8 @@
 """Adapters written here give equal logits in PEFT, and PEFT's give equal logits here."""
 
+import json
+from pathlib import Path
+
 import jax
 import numpy as np
 import pytest
@@ -26,7 +29,10 @@ BASE = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
+FAMILIES = json.loads((Path(__file__).parents[1] / "tiny_families.json").read_text())
+NEWER = ("gemma", "gemma2", "gemma3_text", "phi3", "olmo2", "olmo3", "smollm3", "granite")
 BASES = {"untied": BASE, "tied": BASE | {"tie_word_embeddings": True}, "qwen2": BASE | {"model_type": "qwen2"}}
+BASES |= {family: FAMILIES[family] for family in NEWER}
 TOLERANCE = 1e-4  # the project's bar in f32
 CASES = {
     "r16-alpha32": ("untied", LoraSpec(rank=16, alpha=32, dropout=0.1), ()),
@@ -61,6 +67,12 @@ CASES = {
     "saved-norm": ("untied", LoraSpec(rank=4, alpha=8), ("norm",)),
     "saved-projection-with-bias": ("qwen2", LoraSpec(rank=4, alpha=8, targets=("o_proj",)), ("k_proj",)),
 }
+CASES |= {family: (family, LoraSpec(rank=4, alpha=8), ()) for family in NEWER}
+CASES["phi3-fused-and-saved"] = (
+    "phi3",
+    LoraSpec(rank=4, alpha=8, targets=("qkv_proj", "down_proj")),
+    ("gate_up_proj",),
+)
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +120,7 @@ def assert_equal_logits(a, b):
     assert (a.argmax(-1) == b.argmax(-1)).all()
 
 
-OVER_NF4 = ("r16-alpha32", "rslora", "patterns", "saved-embedding-tied", "dora")
+OVER_NF4 = ("r16-alpha32", "rslora", "patterns", "saved-embedding-tied", "dora", "phi3", "gemma2", "olmo3")
 
 
 @pytest.mark.parametrize(
@@ -142,6 +154,8 @@ def test_adapter_in_peft(case, nf4, bases, tokens, torch_side, tmp_path):
 FROM_PEFT = {
     "plain": ("untied", {"r": 8, "lora_alpha": 12, "target_modules": ["q_proj", "up_proj"]}),
     "all-linear-rslora": ("qwen2", {"r": 4, "target_modules": "all-linear", "use_rslora": True}),
+    "phi3": ("phi3", {"r": 4, "target_modules": "all-linear"}),
+    "gemma2": ("gemma2", {"r": 4, "target_modules": ["k_proj", "gate_proj"], "modules_to_save": ["model.norm"]}),
     "regex": ("untied", {"r": 4, "target_modules": r".*layers\.[01]\.self_attn\.[qv]_proj"}),
     "patterns": (
         "untied",
@@ -193,7 +207,7 @@ def test_adapter_from_peft(case, bases, tokens, torch_side, tmp_path):
     assert_equal_logits(np.load(tmp_path / "again.npy"), expected)
 
 
-@pytest.mark.parametrize("case", ["patterns-rslora", "saved-embedding-tied", "dora-head-one-layer"])
+@pytest.mark.parametrize("case", ["patterns-rslora", "saved-embedding-tied", "dora-head-one-layer", *NEWER])
 def test_merged_folder_in_transformers(case, bases, tokens, torch_side, tmp_path):
     base, spec, modules = CASES[case]
     model = load(bases / base)

@@ -51,6 +51,92 @@ VARIANTS = {
     "qwen3": {"model_type": "qwen3", "head_dim": 20},
     "qwen3-tied": {"model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True, "num_key_value_heads": 4},
 }
+GELU = {"hidden_size": 32, "head_dim": 16, "intermediate_size": 80}
+NESTED = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.1, 1.2, 1.4, 1.9, 2.5],
+    "long_factor": [1.0, 1.5, 2.5, 4.0, 9.0, 20.0],
+}
+VARIANTS |= {
+    "llama-yarn": {"model_type": "llama", "rope_parameters": {**YARN, "rope_theta": 10000.0}},
+    "llama-dynamic": {
+        "model_type": "llama",
+        "max_position_embeddings": 16,
+        "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
+    },
+    "gemma": {"model_type": "gemma"} | GELU,
+    "gemma-untied": {"model_type": "gemma", "tie_word_embeddings": False, "attention_bias": True} | GELU,
+    "gemma2": {"model_type": "gemma2", "sliding_window": 7, "query_pre_attn_scalar": 24} | GELU,
+    "gemma2-caps": {
+        "model_type": "gemma2",
+        "num_hidden_layers": 4,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 1.5,
+    }
+    | GELU,
+    "gemma3": {"model_type": "gemma3_text", "num_hidden_layers": 7, "sliding_window": 7, "query_pre_attn_scalar": 20}
+    | GELU,
+    "gemma3-types": {
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 2,
+        "layer_types": ["full_attention", "sliding_attention"],
+        "sliding_window": 5,
+        "rope_parameters": NESTED,
+        "final_logit_softcapping": 3.0,
+    }
+    | GELU,
+    "phi3": {"model_type": "phi3", "sliding_window": 9, "pad_token_id": 0},
+    "phi3-short": {
+        "model_type": "phi3",
+        "pad_token_id": 0,
+        "original_max_position_embeddings": 64,
+        "rope_parameters": {**LONGROPE, "rope_theta": 10000.0},
+    },
+    "phi3-long-partial": {
+        "model_type": "phi3",
+        "pad_token_id": 0,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "original_max_position_embeddings": 32,
+        "tie_word_embeddings": True,
+        "rope_parameters": {**LONGROPE, "rope_theta": 10000.0, "partial_rotary_factor": 0.75},
+    },
+    "olmo2": {"model_type": "olmo2"},
+    "olmo2-bias": {"model_type": "olmo2", "attention_bias": True, "num_key_value_heads": 4, "hidden_act": "gelu"},
+    "olmo3": {"model_type": "olmo3", "num_hidden_layers": 5, "sliding_window": 7},
+    "olmo3-yarn": {
+        "model_type": "olmo3",
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        "sliding_window": 7,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "full_attention": {**YARN, "attention_factor": 1.2, "rope_theta": 20000.0},
+        },
+    },
+    "smollm3": {"model_type": "smollm3", "num_hidden_layers": 5, "pad_token_id": 0},
+    "smollm3-window": {
+        "model_type": "smollm3",
+        "no_rope_layers": [0, 1, 0],
+        "use_sliding_window": True,
+        "sliding_window": 6,
+        "mlp_bias": True,
+        "pad_token_id": 0,
+    },
+    "granite": {
+        "model_type": "granite",
+        "embedding_multiplier": 6.0,
+        "attention_multiplier": 0.11,
+        "residual_multiplier": 0.22,
+        "logits_scaling": 0.5,
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+    },
+}
 LENGTH = 40  # tokens: longer than every window and than Llama 3's original length above
 TOLERANCE = 1e-4  # the project's bar; f32 sums of 80 terms in another order differ by 1e-6
 

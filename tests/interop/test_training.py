@@ -1,6 +1,8 @@
 """Twenty updates of an adapter here and in PEFT, from the same start on the same batches, lose the same."""
 
+import json
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +38,12 @@ CASES = {
     "dora-qwen2": (BASE | {"model_type": "qwen2"}, LoraSpec(rank=8, alpha=16, use_dora=True), ()),
     "trained-tied-embedding": (BASE | {"tie_word_embeddings": True}, LoraSpec(rank=8, alpha=16), ("embed_tokens",)),
 }
+FAMILIES = json.loads((Path(__file__).parents[1] / "tiny_families.json").read_text())
+CASES |= {  # soft-caps, factors and fused projections are where a gradient could go wrong
+    family: (FAMILIES[family], LoraSpec(rank=8, alpha=16), ()) for family in ("gemma2", "phi3", "granite", "olmo3")
+}
+# Transformers turns the short rows of a batch as its longest, here each has its own length: all must be beyond it.
+CASES["phi3"] = (FAMILIES["phi3"] | {"original_max_position_embeddings": 4}, *CASES["phi3"][1:])
 STEPS, ROWS, LENGTH = 20, 3, 16
 OPTIM = OptimConfig(learning_rate=1e-3, lr_scheduler_type="constant", weight_decay=0.01, max_grad_norm=1.0)
 

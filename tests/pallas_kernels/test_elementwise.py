@@ -1,6 +1,8 @@
-"""RMSNorm, RoPE and SwiGLU against float64."""
+"""RMSNorm, RoPE and gated activations against float64."""
 
+import math
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -62,10 +64,11 @@ def test_rms_norm_large_values_do_not_overflow() -> None:
     np.testing.assert_array_equal(rms_norm(x, jnp.ones(64)), jnp.ones((1, 64), jnp.float16))
 
 
+@pytest.mark.parametrize("passed", [0, 2])
 @pytest.mark.parametrize("heads", [(1, 1), (6, 2)])
-def test_rope_f32(heads: tuple[int, int], normal: Callable, out_and_grads: Callable) -> None:
+def test_rope_f32(heads: tuple[int, int], passed: int, normal: Callable, out_and_grads: Callable) -> None:
     tokens, width = 129, 6
-    q_shape, k_shape = ((2, tokens, n, width) for n in heads)
+    q_shape, k_shape = ((2, tokens, n, width + passed) for n in heads)
     q, k, dq, dk = normal(4, q_shape, k_shape, q_shape, k_shape)
     angle = np.random.default_rng(5).uniform(-9, 9, (2, tokens, width // 2))
     cos, sin = jnp.asarray(np.cos(angle), jnp.float32), jnp.asarray(np.sin(angle), jnp.float32)
@@ -74,8 +77,8 @@ def test_rope_f32(heads: tuple[int, int], normal: Callable, out_and_grads: Calla
     def turn(x: jax.Array, sign: int) -> np.ndarray:
         """Rotate in the complex plane; the gradient turns the other way."""
         x = np.asarray(x, np.float64)
-        pair = (x[..., : width // 2] + 1j * x[..., width // 2 :]) * np.exp(sign * 1j * angle)[:, :, None]
-        return np.concatenate([pair.real, pair.imag], -1)
+        pair = (x[..., : width // 2] + 1j * x[..., width // 2 : width]) * np.exp(sign * 1j * angle)[:, :, None]
+        return np.concatenate([pair.real, pair.imag, x[..., width:]], -1)
 
     assert_f32_close(got, ((turn(q, 1), turn(k, 1)), (turn(dq, -1), turn(dk, -1))))
 
@@ -99,17 +102,37 @@ def test_rope_keeps_only_the_tables(normal: Callable) -> None:
     assert sum(leaf.nbytes for leaf in jax.tree.leaves(pull_back)) <= 4 * cos.nbytes
 
 
-def swiglu_oracle(gate: jax.Array, up: jax.Array, dy: jax.Array) -> tuple[np.ndarray, tuple]:
+def silu(x: float) -> float:
+    return x / (1 + math.exp(-x))
+
+
+def gelu(x: float) -> float:
+    return x * (1 + math.erf(x / math.sqrt(2))) / 2
+
+
+def gelu_tanh(x: float) -> float:
+    return x * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2
+
+
+def gated_oracle(activation: Callable, gate: jax.Array, up: jax.Array, dy: jax.Array) -> tuple[np.ndarray, tuple]:
     gate, up, dy = (np.asarray(a, np.float64) for a in (gate, up, dy))
-    sigmoid = 1 / (1 + np.exp(-gate))
-    silu = gate * sigmoid
-    return silu * up, (dy * up * (sigmoid + silu * (1 - sigmoid)), dy * silu)
+    active, step = np.vectorize(activation), 1e-5
+    slope = (active(gate + step) - active(gate - step)) / (2 * step)  # its own error is of the order of step**2
+    return active(gate) * up, (dy * up * slope, dy * active(gate))
 
 
 @pytest.mark.parametrize("shape", [(1,), (127,), (2, 3, 129)])
 def test_swiglu_f32(shape: tuple[int, ...], normal: Callable, out_and_grads: Callable) -> None:
     gate, up, dy = normal(10, shape, shape, shape)
-    assert_f32_close(out_and_grads(swiglu, (gate, up), dy), swiglu_oracle(gate, up, dy))
+    assert_f32_close(out_and_grads(swiglu, (gate, up), dy), gated_oracle(silu, gate, up, dy))
+
+
+@pytest.mark.parametrize("activation", [gelu, gelu_tanh])
+def test_geglu_f32(activation: Callable, normal: Callable, out_and_grads: Callable) -> None:
+    gate, up, dy = normal(13, (2, 3, 129), (2, 3, 129), (2, 3, 129))
+    gate = 2 * gate  # where the two forms differ
+    got = out_and_grads(partial(swiglu, activation=activation.__name__), (gate, up), dy)
+    assert_f32_close(got, gated_oracle(activation, gate, up, dy))
 
 
 def test_swiglu_bf16(normal: Callable, out_and_grads: Callable, no_worse_than_dense: Callable) -> None:
@@ -117,7 +140,7 @@ def test_swiglu_bf16(normal: Callable, out_and_grads: Callable, no_worse_than_de
     got = out_and_grads(swiglu, (gate, up), dy)
     assert all(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(got))
     dense = out_and_grads(lambda gate, up: jax.nn.silu(gate) * up, (gate, up), dy)
-    no_worse_than_dense(got, dense, swiglu_oracle(gate, up, dy))
+    no_worse_than_dense(got, dense, gated_oracle(silu, gate, up, dy))
 
 
 def test_swiglu_keeps_gate_and_up_only(normal: Callable) -> None:
@@ -143,6 +166,7 @@ Q, K, TABLE = (2, 3, 4, 8), (2, 3, 2, 8), (2, 3, 4)
         (lambda z: rms_norm(z((3, 8), "int32"), z((8,))), "x is int32 and scale is float32"),
         (lambda z: swiglu(z((3, 8)), z((3, 7))), r"gate is float32\(3, 8\) and up is float32\(3, 7\)"),
         (lambda z: swiglu(z((3,)), z((3,), "bfloat16")), r"up is bfloat16\(3,\)"),
+        (lambda z: swiglu(z((3,)), z((3,)), activation="relu"), "must be one of silu, gelu, gelu_tanh; got 'relu'"),
         (lambda z: swiglu(z((3,), "int32"), z((3,), "int32")), "both are int32"),
         (lambda z: rope(z(Q), z((2, 4, 2, 8)), z(TABLE), z(TABLE)), r"got \(2, 3, 4, 8\) and \(2, 4, 2, 8\)"),
         (lambda z: rope(z((1, 1, 1, 7)), z((1, 1, 1, 7)), z((1, 1, 3)), z((1, 1, 3))), "even .* got 7"),

@@ -18,15 +18,26 @@ from pallas_kernels.nf4_linear.cases import random_weight
 IGNORED = -100
 
 
-def oracle(x: jax.Array, head: jax.Array, labels: np.ndarray, dloss: jax.Array) -> tuple[np.ndarray, tuple]:
+def oracle(
+    x: jax.Array,
+    head: jax.Array,
+    labels: np.ndarray,
+    dloss: jax.Array,
+    scale: float = 1.0,
+    softcap: float = np.inf,
+) -> tuple[np.ndarray, tuple]:
     """Return the losses and the gradients of x and head in float64, from the whole logits."""
     x, head, dloss = (np.asarray(a, np.float64) for a in (x, head, dloss))
-    logits = x @ head.T
+    logits = scale * (x @ head.T)
+    slope = np.full(logits.shape, scale)
+    if softcap < np.inf:
+        slope /= np.cosh(logits / softcap) ** 2
+        logits = softcap * np.tanh(logits / softcap)
     probs = np.exp(logits - logits.max(-1, keepdims=True))
     probs /= probs.sum(-1, keepdims=True)
     kept = labels != IGNORED
     onehot = np.eye(head.shape[0])[np.where(kept, labels, 0)]
-    dlogits = np.where(kept, dloss, 0)[..., None] * (probs - onehot)
+    dlogits = np.where(kept, dloss, 0)[..., None] * (probs - onehot) * slope
     dhead = dlogits.reshape(-1, head.shape[0]).T @ x.reshape(-1, head.shape[1])
     return np.where(kept, -np.log((probs * onehot).sum(-1)), 0), (dlogits @ head, dhead)
 
@@ -64,6 +75,23 @@ def test_f32_matches_float64(
     ignored = labels == IGNORED
     assert (np.asarray(loss)[ignored] == 0).all()
     assert (np.asarray(dx)[ignored] == 0).all()
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("bounds", [{"scale": 0.25}, {"softcap": 2.0}, {"scale": 0.5, "softcap": 1.5}], ids=str)
+def test_scaled_and_capped_logits(bounds: dict, frozen: bool, normal: Callable, out_and_grads: Callable) -> None:
+    x, head, dloss = normal(7, (2, 11, 12), (33, 12), (2, 11))
+    labels = random_labels((2, 11), 33)
+    function = partial(linear_cross_entropy, labels=labels, frozen_head=frozen, chunk_tokens=8, **bounds)
+    loss, (dx, dhead) = out_and_grads(function, (x, head), dloss)
+    want_loss, (want_dx, want_dhead) = oracle(x, head, labels, dloss, **bounds)
+    plain_loss, (plain_dx, _) = oracle(x, head, labels, dloss)
+    assert np.abs(want_loss - plain_loss).max() > 0.5
+    assert np.abs(want_dx - plain_dx).max() > 0.1
+    # f32 has 24 bits; sums of up to 33 terms of size 1 to 10
+    np.testing.assert_allclose(loss, want_loss, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(dx, want_dx, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(dhead, 0 * want_dhead if frozen else want_dhead, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("frozen", [True, False])
@@ -202,6 +230,7 @@ def test_no_tokens_give_no_losses() -> None:
         ((2, 3, 4), (8, 5), (2, 3), {}, r"of one width; got \(2, 3, 4\) and \(8, 5\)"),
         ((2, 3, 4), (8, 4), (2, 4), {}, r"integers of shape \(2, 3\); got int32\(2, 4\)"),
         ((2, 3, 4), (8, 4), (2, 3), {"chunk_tokens": 0}, "at least 1; got 0"),
+        ((2, 3, 4), (8, 4), (2, 3), {"softcap": 0.0}, "softcap must be above 0, or None for no bound; got 0.0"),
     ],
 )
 def test_wrong_arguments_are_named(x: tuple, head: tuple, labels: tuple, options: dict, message: str) -> None:

@@ -139,8 +139,48 @@ def test_failing_interpreter_is_quoted(base, monkeypatch):
 
 
 @pytest.mark.interop
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [("phi3", []), ("gemma3_text", []), ("qwen2", ["rope_scaling=yarn", "cutoff_len=200"])],
+    ids=["phi3", "gemma3_text", "qwen2-yarn"],
+)
+def test_verify_other_families(
+    family, options, tiny_families, byte_tokenizer, torch_side, torch_python, tmp_path, monkeypatch, capsys
+):
+    """At the first and at the last positions, also of a context that is extended."""
+    torch_side.make_model(folder=tmp_path / "base", config=tiny_families[family] | {"vocab_size": 272})
+    byte_tokenizer.save_pretrained(tmp_path / "base")
+    monkeypatch.setenv(verify.PYTHON, str(torch_python))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert verify.main([f"model_name_or_path={tmp_path / 'base'}", "tokens=24", *options]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[-1] for line in lines[1:]] == ["passed", "passed"]
+    last = 255 if options else tiny_families[family]["max_position_embeddings"] - 1
+    assert f"to {last};" in lines[2]
+
+
+def test_an_extended_context_is_exported(base, tmp_path, make_config):
+    longer = {"rope_scaling": "yarn", "cutoff_len": 700}
+    loaded = export.export_model(make_config(**longer), tmp_path / "longer")
+    assert loaded.model.cfg.max_positions == 768
+    hf = json.loads((tmp_path / "longer" / "config.json").read_text())
+    assert hf["max_position_embeddings"] == 768
+    settings = {"rope_type": "yarn", "factor": 3.0, "original_max_position_embeddings": 256}
+    assert hf["rope_parameters"] == {"rope_theta": 10000.0} | settings
+    again = load_adapted(make_config(model_name_or_path=str(tmp_path / "longer"))).model
+    tokens = np.arange(40, dtype=np.int32)[None]
+    np.testing.assert_array_equal(verify.logits(again, tokens), verify.logits(loaded.model, tokens))
+    assert np.abs(verify.logits(again, tokens) - verify.logits(load_adapted(make_config()).model, tokens)).max() > 0.1
+
+
+def test_bad_extension_of_the_context(make_config):
+    with pytest.raises(ValueError, match="cutoff_len 256 fits into the model's 256 positions"):
+        load_adapted(make_config(rope_scaling="linear", cutoff_len=256))
+
+
+@pytest.mark.interop
 def test_verify_against_transformers_and_peft(base, adapter, torch_python, monkeypatch, capsys):
     monkeypatch.setenv(verify.PYTHON, str(torch_python))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert verify.main([f"model_name_or_path={base}", f"adapter_name_or_path={adapter}", "tokens=24"]) == 0
-    assert capsys.readouterr().out.count("passed") == 3
+    assert capsys.readouterr().out.count("passed") == 4

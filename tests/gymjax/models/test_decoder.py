@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from gymjax.models.decoder import LayerKind, Stack, stack_layers
+from gymjax.models.decoder_config import LayerKind, Stack, stack_layers
 from gymjax.models.names import hf_weights, layer_places, linears, node_at
 
 LOCAL, FULL = LayerKind(4), LayerKind()
@@ -34,8 +34,18 @@ def test_places_follow_the_order_of_layers(make_model):
     assert layer_places(cfg) == [(0, 0, 0), (0, 1, 0), (0, 0, 1), (0, 1, 1), (1, 0, 0)]
 
 
-def test_every_weight_has_one_name_and_the_named_shape(make_model):
-    model = make_model(qkv_bias=True, out_bias=True, mlp_bias=True, qk_norm=True, tie_embeddings=False)
+@pytest.mark.parametrize(
+    "features",
+    [
+        {"qk_norm": "head"},
+        {"qk_norm": "projection", "norms": "post"},
+        {"norms": "sandwich", "norm_offset": 1.0},
+        {"fused": True},
+    ],
+    ids=str,
+)
+def test_every_weight_has_one_name_and_the_named_shape(features, make_model):
+    model = make_model(qkv_bias=True, out_bias=True, mlp_bias=True, tie_embeddings=False, **features)
     weights = hf_weights(model.cfg)
     assert len({weight.name for weight in weights}) == len(weights)
     for weight in weights:

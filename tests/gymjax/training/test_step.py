@@ -92,7 +92,7 @@ def test_unpacked_rows_need_no_segments(make_model, random_batch):
 
 
 def test_packed_documents_have_the_losses_of_separate_rows(make_model):
-    model = make_model(qk_norm=True)
+    model = make_model(qk_norm="head")
     rng = np.random.default_rng(3)
     lengths, row = (5, 9, 2), {}
     documents = [rng.integers(0, 272, n).astype(np.int32) for n in lengths]

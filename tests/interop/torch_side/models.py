@@ -11,9 +11,9 @@ def make_model(folder, config, seed=0, dtype="float32"):
     config = dict(config)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config.pop("model_type"), **config))
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.ndim == 1:
-                parameter.normal_(1.0 if "norm" in name else 0.0, 0.2)
+        for parameter in model.parameters():
+            if parameter.ndim == 1:  # norms start at 1, or at 0 where 1 is added; biases at 0
+                parameter.normal_(float(parameter.mean()), 0.2)
             else:
                 parameter.normal_(0.0, 0.1)
     model.to(getattr(torch, dtype)).save_pretrained(folder)

@@ -1,0 +1,78 @@
+"""One transformer layer: attention and a feed-forward block on the residual stream."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from gymjax.models.decoder_config import DecoderConfig, LayerKind
+from gymjax.nn.attention import Attention, LayerCache, RopeTables
+from gymjax.nn.mlp import GatedMLP
+from gymjax.nn.norm import RMSNorm
+from pallas_kernels import Implementation
+
+
+class Block(nnx.Module):
+    """Transformer layer: `x + attn(x)`, then `x + mlp(x)`, with norms before or after each branch, or both."""
+
+    def __init__(self, cfg: DecoderConfig, kind: LayerKind, *, dtype: jnp.dtype, leading: tuple[int, ...]):
+        shared = {"dtype": dtype, "leading": leading}
+        norm = functools.partial(RMSNorm, cfg.width, eps=cfg.norm_eps, offset=cfg.norm_offset, **shared)
+        before, after = cfg.norms != "post", cfg.norms != "pre"
+        self.attn_norm = norm() if before else None
+        self.attn = Attention(
+            width=cfg.width,
+            heads=cfg.heads,
+            kv_heads=cfg.kv_heads,
+            head_dim=cfg.head_dim,
+            qkv_bias=cfg.qkv_bias,
+            out_bias=cfg.out_bias,
+            qk_norm=cfg.qk_norm,
+            norm_eps=cfg.norm_eps,
+            norm_offset=cfg.norm_offset,
+            window=kind.window,
+            rope=kind.rope,
+            scale=cfg.attn_scale,
+            softcap=cfg.attn_softcap,
+            fused=cfg.fused,
+            **shared,
+        )
+        self.attn_out_norm = norm() if after else None
+        self.mlp_norm = norm() if before else None
+        self.mlp = GatedMLP(
+            cfg.width, cfg.ffn_width, use_bias=cfg.mlp_bias, activation=cfg.activation, fused=cfg.fused, **shared
+        )
+        self.mlp_out_norm = norm() if after else None
+        self.residual_scale = cfg.residual_scale
+
+    def __call__(
+        self,
+        x_BTD: Float[Array, "B T D"],
+        tables: tuple[RopeTables, ...],
+        segment_ids_BT: Int[Array, "B T"] | None,
+        *,
+        key: jax.Array | None,
+        attention: Implementation | None,
+        cache: LayerCache | None,
+    ) -> tuple[Float[Array, "B T D"], LayerCache | None]:
+        """One layer; see Attention for the cache."""
+        attn_key, mlp_key = (None, None) if key is None else jax.random.split(key)
+        h_BTD = x_BTD if self.attn_norm is None else self.attn_norm(x_BTD)
+        h_BTD, cache = self.attn(h_BTD, tables, segment_ids_BT, key=attn_key, implementation=attention, cache=cache)
+        x_BTD = self._add(x_BTD, h_BTD, self.attn_out_norm)
+        h_BTD = x_BTD if self.mlp_norm is None else self.mlp_norm(x_BTD)
+        return self._add(x_BTD, self.mlp(h_BTD, mlp_key), self.mlp_out_norm), cache
+
+    def _add(self, x_BTD: Array, h_BTD: Array, norm: RMSNorm | None) -> Array:
+        """The residual stream with a branch's output added."""
+        h_BTD = h_BTD if norm is None else norm(h_BTD)
+        return x_BTD + (h_BTD if self.residual_scale == 1 else _times(h_BTD, self.residual_scale))
+
+
+def _times(x: Array, factor: float) -> Array:
+    """A product with a factor that is not rounded to x's dtype."""
+    return (x.astype(jnp.float32) * factor).astype(x.dtype)
