@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from gymjax.adapters.tensors import A, B, LoraRow, set_slot_tensors
 from gymjax.models.decoder import Decoder
 from gymjax.models.names import linears
 from gymjax.optim.labels import Trained
-from pallas_kernels.lora_linear import lora_linear
+from pallas_kernels.lora_linear import Projection, lora_linear, lora_linears
 
 
 class LoraParam(Trained):
@@ -125,6 +125,20 @@ class Lora(nnx.Module):
             dropout_rate=0.0 if key is None else self.dropout,
             key=key if self.dropout else None,
         )
+
+    @staticmethod
+    def together(x: Float[Array, "*B I"], ws, loras: Sequence[Lora | None], keys) -> tuple[Float[Array, "*B O"], ...]:
+        """Several layers of one input, some of which may have no adapter; dropout is that of the first."""
+        one = jnp.float32(1)
+        layers = [
+            Projection(w, None, None, one)
+            if lora is None
+            else Projection(w, lora.a.get_value(), lora.b.get_value(), lora.factor.get_value())
+            for w, lora in zip(ws, loras, strict=True)
+        ]
+        rate = next(lora.dropout for lora in loras if lora is not None)
+        drops = rate > 0 and keys[0] is not None
+        return lora_linears(x, layers, dropout_rate=rate if drops else 0.0, keys=keys if drops else None)
 
     def effective(self, w: Float[Array, "O I"]) -> Float[Array, "O I"]:
         """`w + factor * b @ a` in f32, for a layer that is applied inside a loss; dropout cannot act there."""

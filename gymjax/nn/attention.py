@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 import pallas_kernels.flash_attention as flash
 import pallas_kernels.rope as rope_kernel
-from gymjax.nn.linear import Linear
+from gymjax.nn.linear import Linear, project
 from gymjax.nn.norm import RMSNorm
 from pallas_kernels import Implementation
 
@@ -154,7 +154,7 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], LayerCache | None]:
         """Attends within segments; with a cache, T > 1 fills it from slot 0 and T = 1 continues from it."""
         B, T, _ = x_BTD.shape
-        keys = [None] * 4 if key is None else jax.random.split(key, 4)
+        keys = [None] * 4 if key is None else list(jax.random.split(key, 4))
         q_BTNH, k_BTKH, v_BTKH = self._project(x_BTD, keys)
         if self.rope is not None:
             q_BTNH, k_BTKH = rope_kernel.rope(q_BTNH, k_BTKH, *tables[self.rope])
@@ -184,7 +184,7 @@ class Attention(nnx.Module):
             ends = (self.heads * self.head_dim, (self.heads + self.kv_heads) * self.head_dim)
             q, k, v = jnp.split(self.qkv(x_BTD, keys[0]), ends, axis=-1)
         else:
-            q, k, v = self.q(x_BTD, keys[0]), self.k(x_BTD, keys[1]), self.v(x_BTD, keys[2])
+            q, k, v = project(x_BTD, (self.q, self.k, self.v), keys[:3])
         if self.qk_norm == "projection":
             q, k = self.q_norm(q), self.k_norm(k)
         q_BTNH, k_BTKH, v_BTKH = (part.reshape(B, T, -1, self.head_dim) for part in (q, k, v))

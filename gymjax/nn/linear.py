@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import jax
@@ -21,6 +22,17 @@ class Adapter(Protocol):
 
     def effective(self, w: Any) -> Array:
         """The dense weight that the product amounts to, without dropout."""
+        ...
+
+
+class JointAdapter(Adapter, Protocol):
+    """An adapter that can do several layers of one input at once."""
+
+    @staticmethod
+    def together(
+        x: Array, ws: Sequence[Any], adapters: Sequence[Any], keys: Sequence[jax.Array | None]
+    ) -> tuple[Array, ...]:
+        """What each layer's own call would return; a layer's adapter may be None, not all of them."""
         ...
 
 
@@ -46,5 +58,21 @@ class Linear(nnx.Module):
     def __call__(self, x: Float[Array, "*B I"], key: jax.Array | None = None) -> Float[Array, "*B O"]:
         """Applies the layer in x.dtype; `key` is the adapter's randomness (None: no dropout)."""
         w = self.w.get_value()
-        y = matmul(x, w) if self.adapter is None else self.adapter(x, w, key)
+        return self.with_bias(matmul(x, w) if self.adapter is None else self.adapter(x, w, key))
+
+    def with_bias(self, y: Float[Array, "*B O"]) -> Float[Array, "*B O"]:
+        """Adds the bias to the layer's product, where it has one."""
         return y if self.b is None else y + self.b.get_value().astype(y.dtype)
+
+
+def project(
+    x: Float[Array, "*B I"], layers: Sequence[Linear], keys: Sequence[jax.Array | None]
+) -> tuple[Float[Array, "*B O"], ...]:
+    """Applies several layers to one input: in one call where their adapters are of one kind that can do so."""
+    adapters = [layer.adapter for layer in layers]
+    kinds = {type(adapter) for adapter in adapters if adapter is not None}
+    together = getattr(kinds.pop(), "together", None) if len(kinds) == 1 else None
+    if together is None:
+        return tuple(layer(x, key) for layer, key in zip(layers, keys, strict=True))
+    ys = together(x, [layer.w.get_value() for layer in layers], adapters, keys)
+    return tuple(layer.with_bias(y) for layer, y in zip(layers, ys, strict=True))

@@ -9,7 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 import pallas_kernels.swiglu as kernel
-from gymjax.nn.linear import Linear
+from gymjax.nn.linear import Linear, project
 
 
 class GatedMLP(nnx.Module):
@@ -38,10 +38,10 @@ class GatedMLP(nnx.Module):
 
     def __call__(self, x_BTD: Float[Array, "B T D"], key: jax.Array | None = None) -> Float[Array, "B T D"]:
         """Applies the block; `key` feeds the projections' adapters."""
-        keys = [None] * 3 if key is None else jax.random.split(key, 3)
+        keys = [None] * 3 if key is None else list(jax.random.split(key, 3))
         if self.fused:
             gate_BTF, up_BTF = jnp.split(self.gate_up(x_BTD, keys[0]), 2, axis=-1)
         else:
-            gate_BTF, up_BTF = self.gate(x_BTD, keys[0]), self.up(x_BTD, keys[1])
+            gate_BTF, up_BTF = project(x_BTD, (self.gate, self.up), keys[:2])
         gate_BTF, up_BTF = checkpoint_name(gate_BTF, "gate"), checkpoint_name(up_BTF, "up")
         return self.down(kernel.swiglu(gate_BTF, up_BTF, activation=self.activation), keys[2])
