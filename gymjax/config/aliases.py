@@ -46,6 +46,7 @@ VALUED: dict[str, dict[str, dict[str, str]]] = {
     "lora_target_linear": {"true": {"lora_target": "all"}, "false": {}},
     "neat_packing": {"true": {"packing": "true"}, "false": {}},
     "use_muon": {"true": {"optim": "muon"}, "false": {}},
+    "use_unsloth_gc": {"true": {"gradient_checkpointing": "offload"}, "false": {}},
     "disable_gradient_checkpointing": {
         "true": {"gradient_checkpointing": "none"},
         "false": {"gradient_checkpointing": "full"},
@@ -78,7 +79,7 @@ SPELLINGS: dict[str, dict[str, str | None]] = {
         "lion_32bit": "lion",
     },
     "flash_attn": {"sdpa": "auto", "fa2": "auto", "fa3": "auto"},
-    "gradient_checkpointing": {"true": "full", "false": "none", "unsloth": "full"},
+    "gradient_checkpointing": {"true": "full", "false": "none", "unsloth": "offload"},
     "save_strategy": {"false": "no"},
     "eval_strategy": {"false": "no"},
     "metric_for_best_model": {"loss": "eval_loss"},

@@ -20,7 +20,6 @@ ACCEPTED: dict[str, str] = {
     "ddp_backend": _ONE_PROCESS,
     "local_rank": _ONE_PROCESS,
     "use_unsloth": _FUSED,
-    "use_unsloth_gc": "gradient_checkpointing decides what is kept",
     "enable_liger_kernel": _FUSED,
     "use_liger_kernel": _FUSED,
     "lora_mlp_kernel": _FUSED,

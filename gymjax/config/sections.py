@@ -120,7 +120,7 @@ class TrainConfig:
     early_stopping_steps: int | None = None  # evaluations without a new best
     seed: int = 42
     data_seed: int | None = None  # load() fills it: seed
-    gradient_checkpointing: Literal["full", "none", "selective"] = "full"  # ours and LLaMA-Factory's: on
+    gradient_checkpointing: Literal["full", "none", "selective", "offload"] = "full"  # ours and LLaMA-Factory's: on
     neftune_noise_alpha: float | None = None
     bf16: bool | None = None  # None = auto: bf16 on GPUs, fp32 elsewhere
     fp16: bool | None = None

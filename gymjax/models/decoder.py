@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from gymjax.models.block import Block
@@ -19,8 +21,9 @@ from gymjax.nn.norm import RMSNorm
 from gymjax.nn.rope import document_lengths, rope_tables
 from pallas_kernels import Implementation
 
+INPUT_NAME = "layer_input"
 SAVED_NAMES = ("q", "k", "v", "attention", "attention_lse", "gate", "up")
-REMAT = ("none", "full", "selective")
+REMAT = ("none", "full", "selective", "offload")
 
 
 @jax.tree_util.register_dataclass
@@ -114,7 +117,8 @@ class Decoder(nnx.Module):
             context_B: length that each row's rotary angles are made for, where RopeConfig.by_length; None: each
                 document's own length (transformers takes the longest row's for the whole batch).
             key: randomness of the adapters' dropout; None turns it off.
-            remat: "none" keeps activations, "full" recomputes whole layers, "selective" keeps SAVED_NAMES.
+            remat: "none" keeps activations, "full" recomputes whole layers, "selective" keeps SAVED_NAMES, "offload" is
+                "full" with the layers' inputs in the host's memory.
             attention: flash-attention implementation; None picks the fastest.
 
         Returns:
@@ -195,17 +199,30 @@ def _scan_stack(run, blocks: nnx.List, x_BTD: Array, kv, key: jax.Array | None, 
     repeats = jax.tree.leaves(state)[0].shape[0]
 
     def body(carry, scanned):
-        state, layer, key = scanned
-        return run(nnx.merge(graphdef, state), *carry, layer=layer, key=key), None
+        (x_BTD, kv), (state, layer, key) = carry, scanned
+        x_BTD = checkpoint_name(x_BTD, INPUT_NAME)
+        return run(nnx.merge(graphdef, state), x_BTD, kv, layer=layer, key=key), None
 
-    if remat == "full":
-        body = jax.checkpoint(body, prevent_cse=False)
-    elif remat == "selective":
-        policy = jax.checkpoint_policies.save_only_these_names(*SAVED_NAMES)
-        body = jax.checkpoint(body, prevent_cse=False, policy=policy)
+    if remat != "none":
+        body = jax.checkpoint(body, prevent_cse=False, policy=_kept(remat))
     keys = None if key is None else jax.random.split(key, repeats)
     carry, _ = jax.lax.scan(body, (x_BTD, kv), (state, jnp.arange(repeats), keys))
     return carry
+
+
+def _kept(remat: str) -> Callable[..., Any] | None:
+    """What of a layer's forward pass the backward finds, beside the layer's input."""
+    policies = jax.checkpoint_policies
+    if remat == "selective":
+        return policies.save_only_these_names(*SAVED_NAMES)
+    if remat == "offload":
+        return policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[],
+            names_which_can_be_offloaded=[INPUT_NAME],
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
+    return None
 
 
 def _run_group(blocks, x_BTD, kv, *, layer, key, tables, segment_ids_BT, attention, length):

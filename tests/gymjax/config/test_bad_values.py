@@ -30,7 +30,10 @@ CASES = [
     ({"optim": "adamx"}, "optim must be one of adamw, adafactor, lion, sgd, muon, is 'adamx'"),
     ({"lr_scheduler_type": "zigzag"}, "lr_scheduler_type must be one of linear, cosine, constant,"),
     ({"save_strategy": True}, "save_strategy must be one of no, steps, epoch, is 'true'"),
-    ({"gradient_checkpointing": "some"}, "gradient_checkpointing must be one of full, none, selective, is 'some'"),
+    (
+        {"gradient_checkpointing": "some"},
+        "gradient_checkpointing must be one of full, none, selective, offload, is 'some'",
+    ),
     ({"metric_for_best_model": "bleu"}, "metric_for_best_model must be one of eval_loss, is 'bleu'"),
     ({"export_dtype": "int4"}, "export_dtype must be one of bfloat16, float16, float32, is 'int4'"),
     ({"adapter": "ia3"}, "adapter must be one of lora, qlora, is 'ia3'; or set finetuning_type, quantization_bit"),

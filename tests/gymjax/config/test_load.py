@@ -215,6 +215,8 @@ def test_python_values(make):
         ({"gradient_checkpointing": True}, "train", "gradient_checkpointing", "full"),
         ({"gradient_checkpointing": False}, "train", "gradient_checkpointing", "none"),
         ({"gradient_checkpointing": "selective"}, "train", "gradient_checkpointing", "selective"),
+        ({"gradient_checkpointing": "unsloth"}, "train", "gradient_checkpointing", "offload"),
+        ({"use_unsloth_gc": True}, "train", "gradient_checkpointing", "offload"),
         ({"disable_gradient_checkpointing": True}, "train", "gradient_checkpointing", "none"),
         ({"save_strategy": "no"}, "train", "save_strategy", "no"),
         ({"save_strategy": False}, "train", "save_strategy", "no"),
