@@ -24,4 +24,5 @@ OPS = (
     "swiglu",
     "lora_linear",
     "nf4_linear",
+    "grouped_matmul",
 )

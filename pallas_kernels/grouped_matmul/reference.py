@@ -1,0 +1,93 @@
+"""Grouped matrix product in plain jnp: one scan over blocks of rows, each of a single group.
+
+A group of n rows is cut into ceil(n / block) blocks. The last one of a group runs over its end: forward, the next
+group's first block overwrites what it wrote there; in the weight's gradient those rows are masked. `jax.lax.ragged_dot`
+does the same as a dense product over all groups, E times the work and an (E, M, D) copy of x: on a CPU with 64 groups,
+19 times slower (344 against 18 ms at M 4096, D 512, F 256) with 45 times the memory.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+_SMALLEST, _LARGEST = 8, 512
+
+
+class _Blocks(NamedTuple):
+    """What every block works on: its group, its first row, and the row behind its group's last."""
+
+    group: Int[Array, " blocks"]
+    row: Int[Array, " blocks"]
+    end: Int[Array, " blocks"]
+
+
+def forward(x: Float[Array, "M D"], w: Float[Array, "E F D"], sizes: Int[Array, " E"]) -> Float[Array, "M F"]:
+    """Return x[m] @ w[e].T for every row m of group e, 0 for rows of no group, in x.dtype."""
+    return _product(x, w, sizes, contracted=1)
+
+
+def backward_x(dy: Float[Array, "M F"], w: Float[Array, "E F D"], sizes: Int[Array, " E"]) -> Float[Array, "M D"]:
+    """Return the gradient of x, dy[m] @ w[e], in dy.dtype."""
+    return _product(dy, w, sizes, contracted=0)
+
+
+def backward_w(
+    x: Float[Array, "M D"], dy: Float[Array, "M F"], sizes: Int[Array, " E"], dtype: jnp.dtype
+) -> Float[Array, "E F D"]:
+    """Return the gradient of w, the sum of dy[m] x[m].T over each group's rows, summed in f32."""
+    size = _block_size(*x.shape[:1], *sizes.shape)
+    x_pad, dy_pad = _pad(x, size), _pad(dy, size)
+
+    def add(dw: Array, block: _Blocks) -> tuple[Array, None]:
+        inside = (block.row + jnp.arange(size) < block.end)[:, None]
+        cut = (jnp.where(inside, jax.lax.dynamic_slice_in_dim(array, block.row, size), 0) for array in (dy_pad, x_pad))
+        part = jnp.einsum("mf,md->fd", *cut, preferred_element_type=jnp.float32)
+        return dw.at[block.group].add(part), None
+
+    zero = jnp.zeros((*sizes.shape, dy.shape[1], x.shape[1]), jnp.float32)
+    return jax.lax.scan(add, zero, _blocks(x.shape[0], sizes, size))[0].astype(dtype)
+
+
+def _product(x: Array, w: Array, sizes: Array, *, contracted: int) -> Array:
+    """Product of every block with its group's weight over the weight's axis `contracted`."""
+    rows = x.shape[0]
+    size = _block_size(rows, *sizes.shape)
+    x_pad = _pad(x, size)
+    dims = (((1,), (contracted,)), ((), ()))
+
+    def write(y: Array, block: _Blocks) -> tuple[Array, None]:
+        part = jax.lax.dynamic_slice_in_dim(x_pad, block.row, size)
+        part = jax.lax.dot_general(part, w[block.group].astype(x.dtype), dims, preferred_element_type=jnp.float32)
+        return jax.lax.dynamic_update_slice_in_dim(y, part.astype(x.dtype), block.row, 0), None
+
+    zero = jnp.zeros((rows + size, w.shape[2 - contracted]), x.dtype)
+    y, _ = jax.lax.scan(write, zero, _blocks(rows, sizes, size))
+    return jnp.where(jnp.arange(rows)[:, None] < jnp.sum(sizes), y[:rows], 0)
+
+
+def _block_size(rows: int, groups: int) -> int:
+    """About the rows of an average group, a power of two."""
+    mean = -(-rows // groups)
+    return min(max(1 << (mean - 1).bit_length(), _SMALLEST), _LARGEST)
+
+
+def _blocks(rows: int, sizes: Int[Array, " E"], size: int) -> _Blocks:
+    """Every block in the order of rows; as many as any sizes need, the superfluous ones in the padding behind x."""
+    count = rows // size + min(rows, sizes.shape[0])
+    per_group = -(-sizes // size)
+    last = jnp.cumsum(per_group)
+    index = jnp.arange(count, dtype=sizes.dtype)
+    group = jnp.minimum(jnp.searchsorted(last, index, side="right"), sizes.shape[0] - 1)
+    end = jnp.cumsum(sizes)[group]
+    row = end - sizes[group] + (index - (last - per_group)[group]) * size
+    used = index < last[-1]
+    return _Blocks(group, jnp.where(used, row, rows), jnp.where(used, end, 0))
+
+
+def _pad(x: Array, size: int) -> Array:
+    """Room for a block that starts at the last row, so that no slice is moved."""
+    return jnp.pad(x, ((0, size), (0, 0)))
