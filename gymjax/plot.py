@@ -1,4 +1,4 @@
-"""`python -m gymjax.plot OUTPUT_DIR`: draws training_loss.png and training_eval_loss.png of a run."""
+"""`python -m gymjax.plot OUTPUT_DIR`: draws the curves of a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ USAGE = """
 usage: python -m gymjax.plot OUTPUT_DIR
 
 Draws training_loss.png and, where the run was evaluated, training_eval_loss.png into OUTPUT_DIR, from the log_history
-of its trainer_state.json (of its newest checkpoint while the run goes on).
+of its trainer_state.json (of its newest checkpoint while the run goes on). With a mixture of experts it adds
+training_moe_aux_loss.png and training_expert_load.png.
 """
 
 

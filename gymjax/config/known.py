@@ -92,7 +92,6 @@ UNSUPPORTED: dict[str, str] = {
     "shift_attn": "use cutoff_len as long as memory allows; attention is exact",
     "s2_attention": "use cutoff_len as long as memory allows; attention is exact",
     "rope_theta": "the model's config.json decides; rope_scaling extends its context to cutoff_len",
-    "moe_aux_loss_coef": "only dense models train",
     "resize_vocab": _TOKENS,
     "add_tokens": _TOKENS,
     "add_special_tokens": _TOKENS,

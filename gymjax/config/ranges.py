@@ -47,6 +47,8 @@ RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "seed": _AT_LEAST_0,
     "data_seed": _AT_LEAST_0,
     "neftune_noise_alpha": _AT_LEAST_0,
+    "moe_aux_loss_coef": _AT_LEAST_0,
+    "router_z_loss_coef": _AT_LEAST_0,
     "loss_scale": _AT_LEAST_1,
     "dp_size": _MINUS_1_OR_ABOVE,
     "fsdp_size": _MINUS_1_OR_ABOVE,

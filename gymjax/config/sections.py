@@ -122,6 +122,8 @@ class TrainConfig:
     data_seed: int | None = None  # load() fills it: seed
     gradient_checkpointing: Literal["full", "none", "selective", "offload"] = "full"  # ours and LLaMA-Factory's: on
     neftune_noise_alpha: float | None = None
+    moe_aux_loss_coef: float | None = None  # of the routers' load-balancing loss, 1 when balanced; 0.01 is usual
+    router_z_loss_coef: float | None = None  # of the square of the routers' logsumexp; 0.001 is usual
     bf16: bool | None = None  # None = auto: bf16 on GPUs, fp32 elsewhere
     fp16: bool | None = None
     loss_scale: float = 65536.0  # the first one, with fp16

@@ -24,6 +24,14 @@ class Throughput:
 
 
 LOG_FILE = "trainer_log.jsonl"
+ROUTER_KEYS = (
+    "moe_aux_loss",
+    "router_z_loss",
+    "expert_load_max",
+    "expert_load_min",
+    "expert_entropy",
+    "expert_dropped",
+)
 
 
 class RunLog:
@@ -74,7 +82,8 @@ class RunLog:
 
         Args:
             step: updates done.
-            entry: loss, grad_norm, learning_rate, epoch and, with fp16, loss_scale and skipped_steps.
+            entry: loss, grad_norm, learning_rate, epoch; with fp16 loss_scale and skipped_steps; with experts
+                ROUTER_KEYS.
             throughput: of the steps since the last entry.
         """
         self._record(step, entry)
@@ -91,6 +100,7 @@ class RunLog:
             "remaining_time": _clock(remaining),
             "throughput": round(throughput.tokens_per_second, 2),
             "total_tokens": throughput.total_tokens,
+            **{key: entry[key] for key in ROUTER_KEYS if key in entry},
         }
         self._write(line)
         self._progress.update(self._task, completed=step, numbers=_numbers(entry, throughput))

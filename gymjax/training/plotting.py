@@ -1,7 +1,8 @@
-"""Loss curves of a run: training_loss.png and training_eval_loss.png."""
+"""Curves of a run: losses and, of a mixture of experts, how its routers spread tokens."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -12,30 +13,47 @@ from matplotlib.figure import Figure
 
 from gymjax.checkpoint.files import replacing
 
-CURVES = {"training_loss.png": "loss", "training_eval_loss.png": "eval_loss"}
-_RAW, _SMOOTH = "#9db8d9", "#1f4e8c"
+
+@dataclasses.dataclass(frozen=True)
+class Curve:
+    """One file: the quantities it shows and their unit."""
+
+    keys: tuple[str, ...]
+    unit: str
+
+
+CURVES = {
+    "training_loss.png": Curve(("loss",), "nats per trained token"),
+    "training_eval_loss.png": Curve(("eval_loss",), "nats per trained token"),
+    "training_moe_aux_loss.png": Curve(("moe_aux_loss",), "1 is balanced"),
+    "training_expert_load.png": Curve(("expert_load_max", "expert_load_min", "expert_entropy"), "1 is even"),
+}
+_COLOURS = (("#9db8d9", "#1f4e8c"), ("#e3b98f", "#a85c14"), ("#a9cfae", "#2f7a3b"))  # as logged, smoothed
 
 
 def plot_losses(folder: Path | str, history: Sequence[Mapping[str, float]]) -> list[Path]:
-    """Draws the raw and the smoothed curve of training loss and evaluation loss.
+    """Draws the raw and the smoothed curve of every quantity of CURVES that was logged.
 
     Args:
         folder: output folder; gets one file for each curve that has at least one finite point.
-        history: log_history of trainer_state.json: entries with `step` and `loss` or `eval_loss`.
+        history: log_history of trainer_state.json: entries with `step` and some of CURVES' keys.
 
     Returns:
         The files written.
     """
     folder = Path(folder)
-    curves = {name: points(history, key) for name, key in CURVES.items()}
-    curves = {name: curve for name, curve in curves.items() if curve[0]}
-    if not curves:
+    figures = {}
+    for name, curve in CURVES.items():
+        lines = {key: points(history, key) for key in curve.keys}
+        lines = {key: line for key, line in lines.items() if line[0]}
+        if lines:
+            figures[name] = draw(lines, curve.unit)
+    if not figures:
         return []
     with replacing(folder) as temporary:
-        for name, (steps, values) in curves.items():
-            figure = draw(steps, values, CURVES[name])
+        for name, figure in figures.items():
             FigureCanvasAgg(figure).print_png(str(temporary / name))
-    return [folder / name for name in curves]
+    return [folder / name for name in figures]
 
 
 def points(history: Sequence[Mapping[str, float]], key: str) -> tuple[list[int], list[float]]:
@@ -58,15 +76,16 @@ def smooth(values: Sequence[float]) -> list[float]:
     return smoothed
 
 
-def draw(steps: Sequence[int], values: Sequence[float], label: str) -> Figure:
-    """A figure of one curve."""
+def draw(lines: Mapping[str, tuple[Sequence[int], Sequence[float]]], unit: str) -> Figure:
+    """A figure of up to three quantities, each with its (steps, values)."""
     figure = Figure(figsize=(8, 5), dpi=110, layout="constrained")
     axes = figure.add_subplot()
-    marker = "o" if len(values) < 20 else None
-    axes.plot(steps, values, color=_RAW, marker=marker, markersize=3, label=f"{label}, as logged")
-    axes.plot(steps, smooth(values), color=_SMOOTH, label=f"{label}, smoothed")
+    for (label, (steps, values)), (raw, smoothed) in zip(lines.items(), _COLOURS):
+        marker = "o" if len(values) < 20 else None
+        axes.plot(steps, values, color=raw, marker=marker, markersize=3, label=f"{label}, as logged")
+        axes.plot(steps, smooth(values), color=smoothed, label=f"{label}, smoothed")
     axes.set_xlabel("step")
-    axes.set_ylabel(f"{label} (nats per trained token)")
+    axes.set_ylabel(f"{', '.join(lines)} ({unit})")
     axes.grid(alpha=0.3)
     axes.legend()
     return figure

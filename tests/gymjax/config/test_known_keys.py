@@ -37,7 +37,7 @@ temperature top_p top_k max_new_tokens repetition_penalty predict_with_generate 
 deepspeed fsdp dist_config dp_shard_size tensor_parallel_size fsdp_config
 early_stopping_steps data_seed ddp_timeout dataloader_num_workers use_fast_tokenizer low_cpu_mem_usage push_to_hub
 per_device_eval_batch_size lora_alpha_pattern min_p do_sample stop profile_steps dp_size fsdp_size compile_cache_dir
-disable_tqdm export_dtype loss_scale min_lr_ratio lr_scheduler_kwargs adam_epsilon
+disable_tqdm moe_aux_loss_coef router_z_loss_coef export_dtype loss_scale min_lr_ratio lr_scheduler_kwargs adam_epsilon
 """
 
 

@@ -94,7 +94,7 @@ def test_curves_leave_out_what_is_not_finite():
     assert plotting.smooth([3.0]) == [3.0]
     wave = [3.0 + (-1) ** i for i in range(200)]
     assert max(plotting.smooth(wave)[50:]) - min(plotting.smooth(wave)[50:]) < 0.2  # 0.1 of the raw swing of 2
-    axes = plotting.draw([1, 3], [3.0, 1.0], "loss").axes[0]
+    axes = plotting.draw({"loss": ([1, 3], [3.0, 1.0])}, "nats per trained token").axes[0]
     assert list(axes.lines[0].get_ydata()) == [3.0, 1.0]
 
 
@@ -110,6 +110,18 @@ def test_plot_reads_the_run_or_its_newest_checkpoint(tmp_path, capsys):
     (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": []}))
     plot.main([str(tmp_path)])
     assert "nothing to draw" in capsys.readouterr().out
+
+
+def test_experts_get_curves_of_their_own(tmp_path):
+    load = {"moe_aux_loss": 1.1, "expert_load_max": 1.5, "expert_load_min": 0.5, "expert_entropy": 0.9}
+    files = plotting.plot_losses(tmp_path, [{"step": step, "loss": 2.0, **load} for step in (1, 2)])
+    assert [file.name for file in files] == [
+        "training_loss.png",
+        "training_moe_aux_loss.png",
+        "training_expert_load.png",
+    ]
+    figure = plotting.draw({key: ([1, 2], [value, value]) for key, value in load.items()}, "1 is even")
+    assert len(figure.axes[0].lines) == 6  # three quantities, raw and smoothed, fit in a figure
 
 
 def test_plot_says_what_is_wrong(tmp_path):

@@ -29,7 +29,9 @@ def test_every_code_at_small_and_large_scales():
 
 
 def test_damage_is_named():
-    with pytest.raises(ValueError, match=r"x: MXFP4 blocks must be \(4, 2, 16\) to meet scales \(4, 2\), are \(4, 16\)"):
+    with pytest.raises(
+        ValueError, match=r"x: MXFP4 blocks must be \(4, 2, 16\) to meet scales \(4, 2\), are \(4, 16\)"
+    ):
         dequantize_mxfp4(np.zeros((4, 16), np.uint8), np.zeros((4, 2), np.uint8), "x")
     with pytest.raises(ValueError, match="x: an MXFP4 scale is 255"):
         dequantize_mxfp4(np.zeros((1, 16), np.uint8), np.full(1, 255, np.uint8), "x")
