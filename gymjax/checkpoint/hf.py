@@ -31,6 +31,11 @@ ARCHITECTURES = {
     "olmo3": "Olmo3ForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
     "granite": "GraniteForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
 }
 _STATE = ".quant_state.bitsandbytes__"
 
@@ -154,10 +159,13 @@ def _check_quantization(folder: Path, config: Mapping[str, Any] | None, packed: 
         return
     config = config or {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
     method, kind = config.get("quant_method", "bitsandbytes"), config.get("bnb_4bit_quant_type")
+    if method == "mxfp4":  # gpt-oss' experts, dequantized as they are read
+        return
     if method != "bitsandbytes" or not config.get("load_in_4bit") or kind != "nf4":
         raise ValueError(
             f"{folder}/config.json: quantization_config {method} (4-bit type {kind}) is not read; "
-            "read are 16- and 32-bit weights and bitsandbytes NF4: use the original model with quantization_bit: 4"
+            "read are 16- and 32-bit weights, bitsandbytes NF4 and gpt-oss' MXFP4: use the original model with "
+            "quantization_bit: 4"
         )
 
 

@@ -1,9 +1,9 @@
 """Named tensors of a checkpoint into the decoder's tree, and the tree back into named tensors."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
@@ -11,10 +11,12 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from gymjax.adapters.svd_start import Pack
+from gymjax.checkpoint.experts import fused_tensors, split_experts
 from gymjax.checkpoint.safetensors_io import Tensor
+from gymjax.checkpoint.source import Source
 from gymjax.models.decoder import Decoder
 from gymjax.models.decoder_config import DecoderConfig
-from gymjax.models.names import HFWeight, hf_weights, node_at
+from gymjax.models.names import HFWeight, Index, hf_weights, node_at
 from gymjax.quant.nf4 import quantize, to_bitsandbytes
 from pallas_kernels.nf4_linear import NF4Weight, dequantize
 
@@ -22,21 +24,6 @@ Place = Callable[[tuple[str | int, ...], Any], Any]
 Split = Callable[[str, Any, Pack], Any]
 _SPLITS = 4  # weights that are split at a time: each takes several f32 copies, and its products have their own threads
 _SHOWN = 12  # names listed of each kind of trouble
-
-
-class Source(Protocol):
-    """Where a model's tensors come from: a folder of safetensors or a GGUF file."""
-
-    @property
-    def origin(self) -> str:
-        """Path to name in errors."""
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shape of every tensor, by Hugging Face's name, before any packing."""
-
-    def read(self, name: str) -> np.ndarray | NF4Weight:
-        """One tensor, mapped where possible; a weight that is stored packed comes packed."""
 
 
 def load_decoder(
@@ -68,6 +55,7 @@ def load_decoder(
         ValueError: tensors are missing, left over or of the wrong shape; one message names them all.
     """
     weights = hf_weights(cfg)
+    source = split_experts(cfg, source)
     check_names(cfg, source, weights)
     place = place or (lambda path, value: jax.device_put(value))
     model = nnx.eval_shape(lambda: Decoder(cfg, dtype=np.dtype(dtype), compute_dtype=np.dtype(compute_dtype or dtype)))
@@ -102,7 +90,8 @@ def _stack(rows: list[HFWeight], read: Callable, dtype: np.dtype, pool: ThreadPo
     if rows[0].index is None:
         return first if packed else np.array(first, dtype)  # a copy: no array outlives the file
     parts, treedef = jax.tree.flatten(first)
-    stacked = [np.empty((len(rows), *part.shape), part.dtype if packed else dtype) for part in parts]
+    leading = tuple(np.max([row.at for row in rows], axis=0) + 1)
+    stacked = [np.empty((*leading, *part.shape), part.dtype if packed else dtype) for part in parts]
 
     def fill(weight: HFWeight) -> None:
         value = first if weight is rows[0] else read(weight)
@@ -165,7 +154,11 @@ def hf_tensors(model: Decoder, dtype: DTypeLike, *, keep_packed: bool = False) -
         keep_packed: write NF4 weights as bitsandbytes stores them; else they are dequantized to dtype.
     """
     dtype = np.dtype(dtype)
+    fused = dict(fused_tensors(model, dtype))
+    yield from fused.items()
     for weight in hf_weights(model.cfg):
+        if fused and len(weight.at) == 2:  # an expert's, and so a part of a fused one
+            continue
         value = node_at(model, weight.path).get_value()
         if keep_packed and isinstance(value, NF4Weight):
             for name, part in to_bitsandbytes(_row(value, weight.index), weight.name).items():
@@ -174,8 +167,8 @@ def hf_tensors(model: Decoder, dtype: DTypeLike, *, keep_packed: bool = False) -
             yield weight.name, Tensor(weight.shape, dtype, lambda v=value, i=weight.index: _dense(_row(v, i), dtype))
 
 
-def _row(value: Any, index: int | None) -> Any:
-    """One layer of a stacked value, on the host."""
+def _row(value: Any, index: Index) -> Any:
+    """One layer, or one expert of it, of a stacked value, on the host."""
     return jax.tree.map(lambda leaf: np.asarray(leaf if index is None else leaf[index]), value)
 
 

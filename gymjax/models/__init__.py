@@ -5,7 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gymjax.models import gemma, gemma2, gemma3, granite, llama, mistral, olmo2, olmo3, phi3, qwen2, qwen3, smollm3
+from gymjax.models import (
+    gemma,
+    gemma2,
+    gemma3,
+    gpt_oss,
+    granite,
+    llama,
+    mistral,
+    mixtral,
+    olmo2,
+    olmo3,
+    olmoe,
+    phi3,
+    qwen2,
+    qwen2_moe,
+    qwen3,
+    qwen3_moe,
+    smollm3,
+)
 from gymjax.models.decoder_config import DecoderConfig
 from gymjax.models.hf_config import REQUIRED
 
@@ -22,6 +40,11 @@ FAMILIES = {
     "olmo3": olmo3,
     "smollm3": smollm3,
     "granite": granite,
+    "mixtral": mixtral,
+    "olmoe": olmoe,
+    "qwen2_moe": qwen2_moe,
+    "qwen3_moe": qwen3_moe,
+    "gpt_oss": gpt_oss,
 }
 INSTEAD = {
     "olmo": "its LayerNorm has no weights, and only RMSNorm is done; OLMo 2 and 3 are supported",

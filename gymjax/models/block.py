@@ -7,12 +7,14 @@ import functools
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from gymjax.models.decoder_config import DecoderConfig, LayerKind
 from gymjax.nn.attention import Attention, LayerCache, RopeTables
 from gymjax.nn.mlp import GatedMLP
+from gymjax.nn.moe import MoE
 from gymjax.nn.norm import RMSNorm
+from gymjax.nn.routing import RouterStats
 from pallas_kernels import Implementation
 
 
@@ -38,14 +40,13 @@ class Block(nnx.Module):
             rope=kind.rope,
             scale=cfg.attn_scale,
             softcap=cfg.attn_softcap,
+            sinks=cfg.attn_sinks,
             fused=cfg.fused,
             **shared,
         )
         self.attn_out_norm = norm() if after else None
         self.mlp_norm = norm() if before else None
-        self.mlp = GatedMLP(
-            cfg.width, cfg.ffn_width, use_bias=cfg.mlp_bias, activation=cfg.activation, fused=cfg.fused, **shared
-        )
+        self.mlp = _mlp(cfg, kind, **shared)
         self.mlp_out_norm = norm() if after else None
         self.residual_scale = cfg.residual_scale
 
@@ -58,19 +59,40 @@ class Block(nnx.Module):
         key: jax.Array | None,
         attention: Implementation | None,
         cache: LayerCache | None,
-    ) -> tuple[Float[Array, "B T D"], LayerCache | None]:
-        """One layer; see Attention for the cache."""
+        counted_BT: Bool[Array, "B T"] | None,
+    ) -> tuple[Float[Array, "B T D"], LayerCache | None, RouterStats | None]:
+        """One layer; see Attention for the cache, MoE for the tokens that are counted."""
         attn_key, mlp_key = (None, None) if key is None else jax.random.split(key)
         h_BTD = x_BTD if self.attn_norm is None else self.attn_norm(x_BTD)
         h_BTD, cache = self.attn(h_BTD, tables, segment_ids_BT, key=attn_key, implementation=attention, cache=cache)
         x_BTD = self._add(x_BTD, h_BTD, self.attn_out_norm)
         h_BTD = x_BTD if self.mlp_norm is None else self.mlp_norm(x_BTD)
-        return self._add(x_BTD, self.mlp(h_BTD, mlp_key), self.mlp_out_norm), cache
+        stats = None
+        if isinstance(self.mlp, MoE):
+            h_BTD, stats = self.mlp(h_BTD, mlp_key, counted_BT=counted_BT)
+        else:
+            h_BTD = self.mlp(h_BTD, mlp_key)
+        return self._add(x_BTD, h_BTD, self.mlp_out_norm), cache, stats
 
     def _add(self, x_BTD: Array, h_BTD: Array, norm: RMSNorm | None) -> Array:
         """The residual stream with a branch's output added."""
         h_BTD = h_BTD if norm is None else norm(h_BTD)
         return x_BTD + (h_BTD if self.residual_scale == 1 else _times(h_BTD, self.residual_scale))
+
+
+def _mlp(cfg: DecoderConfig, kind: LayerKind, *, dtype: jnp.dtype, leading: tuple[int, ...]) -> GatedMLP | MoE:
+    """The feed-forward block of a layer."""
+    if kind.experts is not None:
+        return MoE(cfg.width, kind.experts, dtype=dtype, leading=leading)
+    return GatedMLP(
+        cfg.width,
+        cfg.ffn_width,
+        use_bias=cfg.mlp_bias,
+        activation=cfg.activation,
+        fused=cfg.fused,
+        dtype=dtype,
+        leading=leading,
+    )
 
 
 def _times(x: Array, factor: float) -> Array:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from gymjax.models.block import Block
 from gymjax.models.decoder_config import DecoderConfig
@@ -19,6 +19,7 @@ from gymjax.nn.attention import LayerCache, RopeTables
 from gymjax.nn.linear import Linear
 from gymjax.nn.norm import RMSNorm
 from gymjax.nn.rope import document_lengths, rope_tables
+from gymjax.nn.routing import RouterStats
 from pallas_kernels import Implementation
 
 INPUT_NAME = "layer_input"
@@ -95,7 +96,7 @@ class Decoder(nnx.Module):
 
     def __call__(self, tokens_BT: Int[Array, "B T"], **options: Any) -> Float[Array, "B T D"]:
         """Hidden states of tokens; options as in `trunk`."""
-        return self.trunk(self.embed_tokens(tokens_BT), **options)
+        return self.trunk(self.embed_tokens(tokens_BT), **options)[0]
 
     def trunk(
         self,
@@ -107,7 +108,8 @@ class Decoder(nnx.Module):
         key: jax.Array | None = None,
         remat: str = "none",
         attention: Implementation | None = None,
-    ) -> Float[Array, "B T D"]:
+        counted_BT: Bool[Array, "B T"] | None = None,
+    ) -> tuple[Float[Array, "B T D"], RouterStats | None]:
         """All layers and the final norm.
 
         Args:
@@ -120,9 +122,11 @@ class Decoder(nnx.Module):
             remat: "none" keeps activations, "full" recomputes whole layers, "selective" keeps SAVED_NAMES, "offload" is
                 "full" with the layers' inputs in the host's memory.
             attention: flash-attention implementation; None picks the fastest.
+            counted_BT: tokens that count in the routers' statistics; None: none are made.
 
         Returns:
-            Hidden states after the final norm.
+            (hidden states after the final norm, statistics of every router, stacked over the layers that have one, or
+            None where none were asked for or the model is dense).
 
         Raises:
             ValueError: remat is no known name.
@@ -132,8 +136,8 @@ class Decoder(nnx.Module):
         if positions_BT is None:
             positions_BT = jnp.arange(x_BTD.shape[1])[None]
         tables = self._tables(jnp.broadcast_to(positions_BT, x_BTD.shape[:2]), segment_ids_BT, context_B)
-        x_BTD, _ = self._layers(x_BTD, tables, segment_ids_BT, None, key, remat, attention)
-        return self.norm(x_BTD)
+        x_BTD, _, stats = self._layers(x_BTD, tables, segment_ids_BT, None, key, remat, attention, counted_BT)
+        return self.norm(x_BTD), stats
 
     def cached(
         self,
@@ -162,7 +166,7 @@ class Decoder(nnx.Module):
             context = length + (cache.k[0][0].shape[2] - T)
         tables = self._tables(positions_BT, segment_ids_BT, context)
         x_BTD = self.embed_tokens(tokens_BT)
-        x_BTD, (k, v) = self._layers(x_BTD, tables, segment_ids_BT, cache, None, "none", attention)
+        x_BTD, (k, v), _ = self._layers(x_BTD, tables, segment_ids_BT, cache, None, "none", attention, None)
         return self.norm(x_BTD), KVCache(k, v, length, context)
 
     def _tables(self, positions_BT, segment_ids_BT, context_B) -> tuple[RopeTables, ...]:
@@ -174,23 +178,26 @@ class Decoder(nnx.Module):
             lengths_BT = document_lengths(positions_BT, segment_ids_BT)
         return tuple(rope_tables(positions_BT, rope, self.cfg.head_dim, lengths_BT) for rope in self.cfg.ropes)
 
-    def _layers(self, x_BTD, tables, segment_ids_BT, cache, key, remat, attention):
-        """Every stack in turn; returns (states, (keys, values) of the stacks' caches)."""
+    def _layers(self, x_BTD, tables, segment_ids_BT, cache, key, remat, attention, counted_BT):
+        """Every stack in turn; returns (states, (keys, values) of the stacks' caches, router statistics)."""
         run = functools.partial(
             _run_group,
             tables=tables,
             segment_ids_BT=segment_ids_BT,
             attention=attention,
             length=None if cache is None else cache.length,
+            counted_BT=counted_BT,
         )
-        keys, values = [], []
+        keys, values, stats = [], [], []
         for i, blocks in enumerate(self.stacks):
             stack_key = None if key is None else jax.random.fold_in(key, i)
             kv = (None, None) if cache is None else (cache.k[i], cache.v[i])
-            x_BTD, (k, v) = _scan_stack(run, blocks, x_BTD, kv, stack_key, remat)
+            x_BTD, (k, v), stack_stats = _scan_stack(run, blocks, x_BTD, kv, stack_key, remat)
             keys.append(k)
             values.append(v)
-        return x_BTD, (tuple(keys), tuple(values))
+            stats += [layer for layer in stack_stats if layer is not None]
+        joined = jax.tree.map(lambda *layers: jnp.concatenate(layers), *stats) if stats else None
+        return x_BTD, (tuple(keys), tuple(values)), joined
 
 
 def _scan_stack(run, blocks: nnx.List, x_BTD: Array, kv, key: jax.Array | None, remat: str):
@@ -201,13 +208,14 @@ def _scan_stack(run, blocks: nnx.List, x_BTD: Array, kv, key: jax.Array | None, 
     def body(carry, scanned):
         (x_BTD, kv), (state, layer, key) = carry, scanned
         x_BTD = checkpoint_name(x_BTD, INPUT_NAME)
-        return run(nnx.merge(graphdef, state), x_BTD, kv, layer=layer, key=key), None
+        x_BTD, kv, stats = run(nnx.merge(graphdef, state), x_BTD, kv, layer=layer, key=key)
+        return (x_BTD, kv), stats
 
     if remat != "none":
         body = jax.checkpoint(body, prevent_cse=False, policy=_kept(remat))
     keys = None if key is None else jax.random.split(key, repeats)
-    carry, _ = jax.lax.scan(body, (x_BTD, kv), (state, jnp.arange(repeats), keys))
-    return carry
+    (x_BTD, kv), stats = jax.lax.scan(body, (x_BTD, kv), (state, jnp.arange(repeats), keys))
+    return x_BTD, kv, stats
 
 
 def _kept(remat: str) -> Callable[..., Any] | None:
@@ -225,15 +233,21 @@ def _kept(remat: str) -> Callable[..., Any] | None:
     return None
 
 
-def _run_group(blocks, x_BTD, kv, *, layer, key, tables, segment_ids_BT, attention, length):
-    """One repetition of a stack's group of layers; `kv` is (keys, values) per layer of the group, or (None, None)."""
+def _run_group(blocks, x_BTD, kv, *, layer, key, tables, segment_ids_BT, attention, length, counted_BT):
+    """One repetition of a stack's group of layers; `kv` is (keys, values) per layer of the group, or (None, None).
+
+    Returns:
+        (states, kv, router statistics of each layer of the group, None for those that make none).
+    """
     keys, values = kv
-    caches = []
+    caches, stats = [], []
     for p, block in enumerate(blocks):
         cache = None if keys is None else LayerCache(keys[p], values[p], length, layer)
         block_key = None if key is None else jax.random.fold_in(key, p)
-        x_BTD, cache = block(x_BTD, tables, segment_ids_BT, key=block_key, attention=attention, cache=cache)
+        options = {"key": block_key, "attention": attention, "cache": cache, "counted_BT": counted_BT}
+        x_BTD, cache, layer_stats = block(x_BTD, tables, segment_ids_BT, **options)
         caches.append(cache)
-    if keys is None:
-        return x_BTD, kv
-    return x_BTD, (tuple(cache.k for cache in caches), tuple(cache.v for cache in caches))
+        stats.append(layer_stats)
+    if keys is not None:
+        kv = tuple(cache.k for cache in caches), tuple(cache.v for cache in caches)
+    return x_BTD, kv, tuple(stats)

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Literal
 
 from gymjax.nn.attention import QKNorm
+from gymjax.nn.moe import MoEConfig
 from gymjax.nn.rope import RopeConfig
 from pallas_kernels.swiglu import Activation
 
@@ -17,10 +18,12 @@ class LayerKind:
     Attributes:
         window: keys that a query sees at most, itself included; None: all before it.
         rope: which of DecoderConfig.ropes turns q and k; None: none does.
+        experts: of the feed-forward block; None: it is dense.
     """
 
     window: int | None = None
     rope: int | None = 0
+    experts: MoEConfig | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +41,7 @@ class DecoderConfig:
     Attributes:
         vocab_size: rows of the embedding.
         width: of the residual stream.
-        ffn_width: of the feed-forward blocks.
+        ffn_width: of the dense feed-forward blocks.
         heads: query heads.
         kv_heads: key heads.
         head_dim: width of a head.
@@ -54,6 +57,7 @@ class DecoderConfig:
         activation: of the feed-forward blocks' gate.
         fused: q, k, v are one matrix and gate, up another.
         attn_scale: factor on attention scores; None: 1/sqrt(head_dim).
+        attn_sinks: whether heads have sinks, see flash_attention.
         attn_softcap: bound on them, `cap * tanh(score / cap)`.
         embed_scale: factor on embeddings, rounded to the compute dtype as transformers rounds it.
         residual_scale: factor on what each branch adds.
@@ -81,6 +85,7 @@ class DecoderConfig:
     activation: Activation = "silu"
     fused: bool = False
     attn_scale: float | None = None
+    attn_sinks: bool = False
     attn_softcap: float | None = None
     embed_scale: float = 1.0
     residual_scale: float = 1.0
@@ -96,6 +101,16 @@ class DecoderConfig:
     def layers(self) -> int:
         """Number of layers."""
         return len(self.kinds)
+
+    @property
+    def experts(self) -> MoEConfig | None:
+        """Of the layers that have some, which are alike; None for a dense model."""
+        return next((kind.experts for kind in self.kinds if kind.experts is not None), None)
+
+    @property
+    def sparse_layers(self) -> int:
+        """Number of layers whose feed-forward block is a mixture of experts."""
+        return sum(kind.experts is not None for kind in self.kinds)
 
 
 def stack_layers(kinds: tuple[LayerKind, ...], cut: int | None = None) -> tuple[Stack, ...]:

@@ -114,3 +114,17 @@ def refuse(hf: Mapping[str, Any], *keys: str) -> None:
     for key in keys:
         if hf.get(key):
             raise ValueError(f"config.json: {key}: {hf[key]} is not supported for model_type {hf.get('model_type')}")
+
+
+def read_experts(hf: Mapping[str, Any], count_key: str) -> tuple[int, int]:
+    """Number of experts, under the key that a family gives it, and how many each token goes to.
+
+    Raises:
+        ValueError: more than there are, or none; or another activation than SiLU.
+    """
+    experts, top_k = hf[count_key], hf["num_experts_per_tok"]
+    if not 0 < top_k <= experts:
+        raise ValueError(f"config.json: num_experts_per_tok {top_k} must be in 1..{count_key}, {experts}")
+    if hf.get("hidden_act", "silu") not in ("silu", "swish"):
+        raise ValueError(f"config.json: hidden_act {hf['hidden_act']!r} is not supported for experts; supported: silu")
+    return experts, top_k

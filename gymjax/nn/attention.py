@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -61,8 +61,9 @@ def decode_attention(
     window: int | None,
     scale: float | None = None,
     softcap: float | None = None,
+    sinks: Float[Array, " N"] | None = None,
 ) -> Float[Array, "B 1 N H"]:
-    """One query a row against the row's cached keys [0, length]; scale and softcap as in flash_attention.
+    """One query a row against the row's cached keys [0, length]; scale, softcap and sinks as in flash_attention.
 
     The row's own token must already be stored at slot `length`. Scores and softmax are in f32.
     """
@@ -78,7 +79,10 @@ def decode_attention(
     if window is not None:
         seen_BS &= slot_S > last_B1 - window
     score_BKGS = jnp.where(seen_BS[:, None, None], score_BKGS, -jnp.inf)
-    weight_BKGS = jax.nn.softmax(score_BKGS, axis=-1).astype(v_BSKH.dtype)
+    if sinks is not None:
+        sinks_BKG1 = jnp.broadcast_to(sinks.astype(jnp.float32).reshape(q_BKGH.shape[1:3]), q_BKGH.shape[:3])[..., None]
+        score_BKGS = jnp.concatenate([score_BKGS, sinks_BKG1], axis=-1)
+    weight_BKGS = jax.nn.softmax(score_BKGS, axis=-1)[..., : k_BSKH.shape[1]].astype(v_BSKH.dtype)
     return jnp.einsum("BKGS,BSKH->BKGH", weight_BKGS, v_BSKH).reshape(B, 1, N, H)
 
 
@@ -99,6 +103,7 @@ class Attention(nnx.Module):
         rope: which of the model's rotary tables turns q and k; None: none does (NoPE, arXiv 2305.19466).
         scale: factor on the scores; None: 1/sqrt(head_dim).
         softcap: bound on the scores, see flash_attention.
+        sinks: whether each head has a learned sink, see flash_attention.
         fused: q, k and v are one matrix, in this order.
         dtype: of the weights.
         leading: axes of stacked layers.
@@ -120,6 +125,7 @@ class Attention(nnx.Module):
         rope: int | None,
         scale: float | None,
         softcap: float | None,
+        sinks: bool,
         fused: bool,
         dtype: jnp.dtype,
         leading: tuple[int, ...] = (),
@@ -135,6 +141,7 @@ class Attention(nnx.Module):
             self.k = Linear(width, kv_width, use_bias=qkv_bias, **shared)
             self.v = Linear(width, kv_width, use_bias=qkv_bias, **shared)
         self.o = Linear(q_width, width, use_bias=out_bias, **shared)
+        self.sinks = nnx.Param(jnp.zeros((*leading, heads), dtype)) if sinks else None
         self.qk_norm: QKNorm = qk_norm
         if qk_norm != "none":
             whole = qk_norm == "projection"
@@ -159,7 +166,8 @@ class Attention(nnx.Module):
         if self.rope is not None:
             q_BTNH, k_BTKH = rope_kernel.rope(q_BTNH, k_BTKH, *tables[self.rope])
         q_BTNH, k_BTKH = checkpoint_name(q_BTNH, "q"), checkpoint_name(k_BTKH, "k")
-        options = {"window": self.window, "scale": self.scale, "softcap": self.softcap}
+        options: dict[str, Any] = {"window": self.window, "scale": self.scale, "softcap": self.softcap}
+        options["sinks"] = None if self.sinks is None else self.sinks.get_value()
         if cache is not None and T == 1:
             cache = cache.append(k_BTKH, v_BTKH)
             out_BTNH = decode_attention(q_BTNH, cache, **options)

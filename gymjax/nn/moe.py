@@ -63,7 +63,7 @@ class MoEConfig:
 class ExpertAdapter(Protocol):
     """What may fill an expert projection's slot."""
 
-    def __call__(self, x: Array, w: Any, sizes: Array) -> Array:
+    def grouped(self, x: Array, w: Any, sizes: Array) -> Array:
         """The whole product of every expert's rows, base included."""
         ...
 
@@ -97,7 +97,7 @@ class ExpertLinear(nnx.Module):
     ) -> Float[Array, "rows O"]:
         """Applies the layer in x.dtype to rows sorted by expert; the bias is multiplied by `scale`, of each row."""
         w = self.w.get_value()
-        y = grouped(x, w, to.sizes) if self.adapter is None else self.adapter(x, w, to.sizes)
+        y = grouped(x, w, to.sizes) if self.adapter is None else self.adapter.grouped(x, w, to.sizes)
         return y if self.b is None else y + (scale * self.b.get_value()[to.expert]).astype(y.dtype)
 
 

@@ -5,8 +5,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 
-def make_model(folder, config, seed=0, dtype="float32"):
-    """Saves a random model of a config; norms and biases are random too, so that mixing them up shows."""
+def make_model(folder, config, seed=0, dtype="float32", original_format=True):
+    """Saves a random model of a config; norms and biases are random too, so that mixing them up shows.
+
+    Tensors are named as on the hub, or as transformers 5 holds them.
+    """
     torch.manual_seed(seed)
     config = dict(config)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config.pop("model_type"), **config))
@@ -16,7 +19,7 @@ def make_model(folder, config, seed=0, dtype="float32"):
                 parameter.normal_(float(parameter.mean()), 0.2)
             else:
                 parameter.normal_(0.0, 0.1)
-    model.to(getattr(torch, dtype)).save_pretrained(folder)
+    model.to(getattr(torch, dtype)).save_pretrained(folder, save_original_format=original_format)
 
 
 def load(folder, gguf_file=None, dtype="float32"):
@@ -37,6 +40,14 @@ def logits(folder, tokens, out, gguf_file=None, dtype="float32"):
     np.save(out, result.float().numpy())
 
 
+def gradients(folder, tokens, out):
+    """Writes the gradient of every parameter, by its name, of the mean next-token loss."""
+    model, tokens = load(folder), torch.tensor(tokens)
+    scores = model(tokens).logits[:, :-1]
+    torch.nn.functional.cross_entropy(scores.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    np.savez(out, **{name: parameter.grad.numpy() for name, parameter in model.named_parameters()})
+
+
 def tokenize(folder, texts, gguf_file=None, messages=None):
     """Token ids of texts, and of rendered conversations."""
     tokenizer = AutoTokenizer.from_pretrained(folder, **({"gguf_file": gguf_file} if gguf_file else {}))
@@ -48,4 +59,13 @@ def tokenize(folder, texts, gguf_file=None, messages=None):
     }
 
 
-CALLS = (make_model, logits, tokenize)
+def router_loss(folder, tokens, mask):
+    """The auxiliary loss of a model's routers, over the tokens that mask keeps."""
+    with torch.no_grad():
+        output = load(folder)(
+            torch.tensor(tokens), attention_mask=torch.tensor(mask), output_router_logits=True, use_cache=False
+        )
+    return float(output.aux_loss)
+
+
+CALLS = (make_model, logits, gradients, tokenize, router_loss)
