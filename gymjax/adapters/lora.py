@@ -14,12 +14,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from gymjax.adapters.dora import Dora
+from gymjax.adapters.experts import grouped_lora
 from gymjax.adapters.tensors import A, B, LoraRow, set_slot_tensors
 from gymjax.models.decoder import Decoder
-from gymjax.models.names import linears
+from gymjax.models.expert_names import is_router
+from gymjax.models.names import Index, linears
+from gymjax.nn.moe import ExpertLinear
 from gymjax.optim.labels import Trained
 from pallas_kernels.lora_linear import Projection, lora_linear, lora_linears
 
@@ -29,19 +32,19 @@ class LoraParam(Trained):
 
 
 class LoraA(LoraParam):
-    """Down-projection, (L, R, in)."""
+    """Down-projection, (L, R, in), of experts (L, E, R, in)."""
 
     label = "lora_a"
 
 
 class LoraB(LoraParam):
-    """Up-projection, (L, out, R); LoRA+ gives it a learning rate of its own (arXiv 2402.12354)."""
+    """Up-projection, (L, out, R), of experts (L, E, out, R); LoRA+ gives it a rate of its own (arXiv 2402.12354)."""
 
     label = "lora_b"
 
 
 class LoraScale(nnx.Variable):
-    """Constant factor of each layer's adapter, (L,)."""
+    """Constant factor of each layer's adapter, (L,), of experts (L, E)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +55,7 @@ class LoraSpec:
         rank: inner width R.
         alpha: scale numerator; the factor is alpha / rank, or alpha / sqrt(rank) with use_rslora.
         dropout: probability of dropping an input element of the adapter while training.
-        targets: ("all",) for every linear layer of the blocks, else module names ("q_proj") or whole paths.
+        targets: ("all",) for every linear layer of the blocks but routers, else module names ("q_proj") or whole paths.
         use_rslora: rank-stabilised factor.
         use_dora: train the length of every output row beside its direction.
         rank_pattern: regular expression over module paths -> rank, matched at the end of the path as PEFT does.
@@ -82,9 +85,9 @@ class LoraSpec:
         return self.alpha_of(name) / (math.sqrt(rank) if self.use_rslora else rank) if rank else 0.0
 
     def is_target(self, name: str) -> bool:
-        """Whether a module gets an adapter; "all" leaves the head out, as PEFT's all-linear does."""
+        """Whether a module gets an adapter; "all" leaves out the head, as PEFT's all-linear does, and routers."""
         if self.targets == ("all",):
-            return name != "lm_head"
+            return name != "lm_head" and not is_router(name)
         return any(name == target or name.endswith("." + target) for target in self.targets)
 
 
@@ -140,7 +143,11 @@ class Lora(nnx.Module):
         drops = rate > 0 and keys[0] is not None
         return lora_linears(x, layers, dropout_rate=rate if drops else 0.0, keys=keys if drops else None)
 
-    def effective(self, w: Float[Array, "O I"]) -> Float[Array, "O I"]:
+    def grouped(self, x: Float[Array, "rows I"], w, sizes: Int[Array, " E"]) -> Float[Array, "rows O"]:
+        """The same for rows sorted by expert, each expert with factors of its own; experts have no dropout."""
+        return grouped_lora(x, w, self.a.get_value(), self.b.get_value(), self.factor.get_value(), sizes)
+
+    def effective(self, w: Float[Array, "*E O I"]) -> Float[Array, "*E O I"]:
         """`w + factor * b @ a` in f32, for a layer that is applied inside a loss; dropout cannot act there."""
         delta = jnp.einsum("...OR,...RI->...OI", self.b.get_value(), self.a.get_value(), precision="highest")
         return w.astype(jnp.float32) + self.factor.get_value()[..., None, None] * delta
@@ -161,7 +168,7 @@ def attach(model: Decoder, spec: LoraSpec, *, key: jax.Array, start: Mapping[str
 
     Raises:
         ValueError: a target or a pattern that names no linear layer, or a slot that is filled already; dropout on the
-            head.
+            head or on experts; experts that would differ from each other.
     """
     layers = list(linears(model))
     if spec.dropout and spec.is_target("lm_head"):
@@ -175,10 +182,14 @@ def attach(model: Decoder, spec: LoraSpec, *, key: jax.Array, start: Mapping[str
         lora = _new_lora(layer, names, spec, jax.random.fold_in(key, i))
         if start:
             set_slot_tensors(lora, start)
+        if isinstance(layer, ExpertLinear):
+            _check_experts(spec, list(names.values()))
+            layer.adapter = lora
+            continue
         layer.adapter = Dora(lora, layer.w.get_value(), stacked=None not in names) if spec.use_dora else lora
 
 
-def _new_lora(layer, names: Mapping[int | None, str], spec: LoraSpec, key: jax.Array) -> Lora:
+def _new_lora(layer, names: Mapping[Index, str], spec: LoraSpec, key: jax.Array) -> Lora:
     w = layer.w.get_value()
     out_width, in_width = w.shape[-2:]  # NF4Weight.shape is one layer's
     rows = tuple(LoraRow(name, i, spec.rank_of(name), spec.alpha_of(name)) for i, name in names.items())
@@ -189,9 +200,9 @@ def _new_lora(layer, names: Mapping[int | None, str], spec: LoraSpec, key: jax.A
     a_LRI = jax.random.uniform(key, (len(rows), widest, in_width), jnp.float32, -bound, bound) * live_LR1
     b_LOR = jnp.zeros((len(rows), out_width, widest), jnp.float32)
     factor_L = np.array([spec.factor_of(row.name) for row in rows], np.float32)
-    if rows[0].index is None:
-        return Lora(a_LRI[0], b_LOR[0], factor_L[0], dropout=spec.dropout, rows=rows)
-    return Lora(a_LRI, b_LOR, factor_L, dropout=spec.dropout, rows=rows)
+    leading = tuple(np.max([row.at for row in rows], axis=0).astype(int) + 1)
+    a, b = (array.reshape(*leading, *array.shape[1:]) for array in (a_LRI, b_LOR))
+    return Lora(a, b, factor_L.reshape(leading), dropout=spec.dropout, rows=rows)
 
 
 def _check_names(spec: LoraSpec, names: list[str]) -> None:
@@ -203,6 +214,26 @@ def _check_names(spec: LoraSpec, names: list[str]) -> None:
         for pattern in getattr(spec, field):
             if not any(spec.is_target(name) and _matches(pattern, name) for name in names):
                 raise ValueError(f"lora_{field}: {pattern!r} matches no targeted layer; known: {', '.join(known)}")
+
+
+def _check_experts(spec: LoraSpec, names: list[str]) -> None:
+    """What PEFT, which holds a layer's experts in one tensor, cannot do is refused before training."""
+    if spec.use_dora:
+        raise ValueError(
+            f"use_dora: true is not done for experts ({names[0]}), in PEFT neither; leave them out of lora_target"
+        )
+    if spec.dropout:
+        raise ValueError(
+            f"lora_dropout: {spec.dropout} cannot act on experts ({names[0]}), in PEFT neither; use 0, or leave them "
+            "out of lora_target"
+        )
+    odd = [name for name in names if (spec.rank_of(name), spec.alpha_of(name)) != (spec.rank, spec.alpha)]
+    if odd:
+        raise ValueError(
+            f"lora_target, lora_rank_pattern: {odd[0]} has rank {spec.rank_of(odd[0])} and alpha "
+            f"{spec.alpha_of(odd[0]):g}, but experts have all the same, {spec.rank} and {spec.alpha:g}: PEFT holds "
+            "them in one tensor"
+        )
 
 
 def adapters(model: Decoder) -> Iterator[Lora]:
@@ -220,8 +251,7 @@ def lora_modules(model: Decoder) -> Iterator[tuple[Lora, LoraRow]]:
 
 def row_weights(lora: Lora, row: LoraRow) -> tuple[Array, Array, Array]:
     """One module's a (R, in), b (out, R) and factor (), cut to its own rank."""
-    at = () if row.index is None else (row.index,)
-    a, b, factor = (variable.get_value()[at] for variable in (lora.a, lora.b, lora.factor))
+    a, b, factor = (variable.get_value()[row.at] for variable in (lora.a, lora.b, lora.factor))
     return a[: row.rank], b[:, : row.rank], factor
 
 

@@ -32,7 +32,7 @@ def train_modules(model: Decoder, modules: Sequence[str], *, key: str) -> None:
         key: config key to name in errors.
 
     Raises:
-        ValueError: a name that matches nothing, a head that is tied, a quantized weight.
+        ValueError: a name that matches nothing or an expert, a head that is tied, a quantized weight.
     """
     weights = hf_weights(model.cfg)
     for module in modules:
@@ -42,6 +42,11 @@ def train_modules(model: Decoder, modules: Sequence[str], *, key: str) -> None:
         if not paths:
             known = sorted({weight.name.split(".")[-2] for weight in weights})
             raise ValueError(f"{key}: {module!r} names no module of this model; known: {', '.join(known)}")
+        if any(len(weight.at) == 2 for weight in weights if _belongs(weight, module)):
+            raise ValueError(
+                f"{key}: {module!r} reaches experts, which no adapter's file holds whole; give them adapters "
+                "(lora_target), or use finetuning_type: full or freeze"
+            )
         for path in sorted(paths, key=str):
             train_variable(model, path)
 
@@ -78,7 +83,8 @@ def train_layers(model: Decoder, layers: int, modules: Sequence[str], extra: Seq
     for module in modules:
         paths = {weight.path for weight in inside if module == "all" or _belongs(weight, module)}
         if not paths:
-            known = sorted({part for weight in inside for part in weight.name.split(".")[3:-1]})
+            parts = {part for weight in inside for part in weight.name.split(".")[3:-1]}
+            known = sorted(part for part in parts if not part.isdigit())
             raise ValueError(f"freeze_trainable_modules: {module!r} names nothing; known: all, {', '.join(known)}")
         for path in sorted(paths, key=str):
             train_variable(model, path)
@@ -105,8 +111,10 @@ def restack(model: Decoder, cut: int) -> Decoder:
     new = nnx.eval_shape(lambda: Decoder(new_cfg, dtype=jnp.float32, compute_dtype=model.compute_dtype))
     rows: dict[tuple, list] = {}
     for before, after in zip(hf_weights(old), hf_weights(new_cfg), strict=True):
+        if any(before.at[1:]):  # a layer's experts move together, with the first of them
+            continue
         value = node_at(model, before.path).get_value()
-        row = value if before.index is None else jax.tree.map(operator.itemgetter(before.index), value)
+        row = value if before.index is None else jax.tree.map(operator.itemgetter(before.at[0]), value)
         rows.setdefault((after.path, after.index is None), []).append(row)
     for (path, alone), values in rows.items():
         node_at(new, path).set_value(values[0] if alone else jax.tree.map(lambda *leaves: jnp.stack(leaves), *values))

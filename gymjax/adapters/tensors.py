@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 
 from gymjax.models.decoder import Decoder
-from gymjax.models.names import linears
+from gymjax.models.names import Index, index_tuple, linears
 
 A, B, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
 SUFFIXES = (A, B, MAGNITUDE)
@@ -20,12 +20,17 @@ SUFFIXES = (A, B, MAGNITUDE)
 
 @dataclasses.dataclass(frozen=True)
 class LoraRow:
-    """Adapter of one module: its Hugging Face name, its row of the stacked arrays (None: not stacked), its settings."""
+    """Adapter of one module: its Hugging Face name, its row of the stacked arrays, its settings."""
 
     name: str
-    index: int | None
+    index: Index
     rank: int
     alpha: float
+
+    @property
+    def at(self) -> tuple[int, ...]:
+        """The row as a tuple, empty where nothing is stacked."""
+        return index_tuple(self.index)
 
 
 class Slot(Protocol):
@@ -97,4 +102,4 @@ def _named_parts(slot: Slot, suffix: str, whole: np.ndarray) -> Iterator[tuple[s
     _, cut = slot.parts()[suffix]
     for row in slot.rows:
         if row.rank:
-            yield f"{row.name}.{suffix}", cut(whole if row.index is None else whole[row.index], row.rank)
+            yield f"{row.name}.{suffix}", cut(whole[row.at], row.rank)

@@ -15,6 +15,7 @@ from gymjax.adapters.tensors import SUFFIXES, A, B, adapter_tensors, misfits, se
 from gymjax.checkpoint.adapter_base import CONFIG, check_base, own_base
 from gymjax.checkpoint.files import replacing, require_space
 from gymjax.checkpoint.hf import read_json, write_json
+from gymjax.checkpoint.peft_experts import from_peft, to_peft
 from gymjax.checkpoint.safetensors_io import Tensor, open_tensors, total_bytes, write_tensors
 from gymjax.models.decoder import Decoder
 from gymjax.models.names import HFWeight, hf_weights, linears, node_at
@@ -30,7 +31,6 @@ _ONLY = {
     "bias": ("none", None),
     "fan_in_fan_out": (False, None),
     "trainable_token_indices": (None,),
-    "target_parameters": (None, []),
     "layer_replication": (None,),
     "alora_invocation_tokens": (None,),
     "use_qalora": (False, None),
@@ -72,15 +72,18 @@ def save_adapter(
         raise ValueError("the model has no adapter to save; save a whole model with save_folder")
     if start:
         spec, arrays = as_plain_lora(spec, arrays, start)
-    tensors = {_PREFIX + name: _tensor(value) for name, value in arrays.items()}
     saved = _trained_base_weights(model)
-    for weight in saved:
-        tensors[_PREFIX + weight.name] = _tensor(_weight_row(model, weight))
     tied = model.cfg.tie_embeddings and any(weight.name == _EMBED for weight in saved)
-    if tied:
-        tensors[_PREFIX + _HEAD] = tensors[_PREFIX + _EMBED]
     names = [row.name for _, row in lora_modules(model)]
     config = _config(model, spec, base, names, _module_names(model, saved, tied), tied)
+    config, arrays = to_peft(model, spec, config, arrays)
+    targets = config["target_modules"]
+    config["target_modules"] = _short_names(targets, [n for n in _linear_names(model) if n not in set(names)])
+    tensors = {_PREFIX + name: _tensor(value) for name, value in arrays.items()}
+    for weight in saved:
+        tensors[_PREFIX + weight.name] = _tensor(_weight_row(model, weight))
+    if tied:
+        tensors[_PREFIX + _HEAD] = tensors[_PREFIX + _EMBED]
     require_space(folder, total_bytes(tensors.values()))
     with replacing(folder) as temporary:
         write_tensors(temporary / WEIGHTS, dict(sorted(tensors.items())))
@@ -103,7 +106,7 @@ def _config(
         "r": spec.rank,
         "lora_alpha": _plain(spec.alpha),
         "lora_dropout": spec.dropout,
-        "target_modules": _short_names(names, [name for name in _linear_names(model) if name not in set(names)]),
+        "target_modules": list(names),
         "bias": "none",
         "use_rslora": spec.use_rslora,
         "use_dora": spec.use_dora,
@@ -122,13 +125,19 @@ def _plain(number: float) -> float | int:
 
 
 def _linear_names(model: Decoder) -> list[str]:
-    return [w.name.removesuffix(".weight") for w in hf_weights(model.cfg) if w.quantizable or w.name == _HEAD]
+    return [name for _, names in linears(model) for name in names.values()]
 
 
 def _short_names(names: Iterable[str], others: Sequence[str]) -> list[str]:
-    """Names shortened to their last part wherever no other module ends in it, as PEFT matches ends of paths."""
-    taken = {name.rsplit(".", 1)[-1] for name in others}
-    return sorted({name if (last := name.rsplit(".", 1)[-1]) in taken else last for name in names})
+    """Names shortened to the shortest ending that no other module has, as PEFT matches ends of paths."""
+    taken = {ending for name in others for ending in _endings(name)}
+    return sorted({next((ending for ending in _endings(name) if ending not in taken), name) for name in names})
+
+
+def _endings(name: str) -> list[str]:
+    """The last part of a path, of an expert's what it has in every layer ("experts.3.up_proj"), and the whole."""
+    parts = name.split(".")
+    return [parts[-1], ".".join(parts[-3:]) if parts[-2:-1] and parts[-2].isdigit() else name, name]
 
 
 def _trained_base_weights(model: Decoder) -> list[HFWeight]:
@@ -199,6 +208,7 @@ def load_adapter(model: Decoder, folder: Path | str) -> LoraSpec:
             f"{folder} holds adapter_model.bin, pickled and never read; save the adapter again with PEFT >= 0.5"
         )
     tensors = {name.removeprefix(_PREFIX): value for name, value in open_tensors(folder / WEIGHTS).items()}
+    config, tensors = from_peft(folder, model, config, tensors)
     suffixes = SUFFIXES if config.get("use_dora") else (A, B)
     adapted = {name: value for name, value in tensors.items() if name.endswith(suffixes)}
     modules = sorted({name.rpartition(".lora_")[0] for name in adapted})

@@ -59,7 +59,9 @@ def build(optim: OptimConfig, total_steps: int, trained: nnx.State, *, lora_plus
     def transformation(label: str) -> optax.GradientTransformation:
         ratio = lora_plus_ratio if lora_plus_ratio and label == "lora_b" else 1.0
         decay = 0.0 if label.endswith("/no_decay") else optim.weight_decay
-        return OPTIMIZERS[optim.optim](optim, lambda step: ratio * rate(step), decay)
+        # Muon is for matrices: scales and biases, which look like some once layers and experts are stacked, take AdamW.
+        name = "adamw" if optim.optim == "muon" and label.endswith("/no_decay") else optim.optim
+        return OPTIMIZERS[name](optim, lambda step: ratio * rate(step), decay)
 
     return optax.partition({label: transformation(label) for label in present}, labelled)
 

@@ -36,6 +36,12 @@ CASES = {
     "lora": (BASE, LoraSpec(rank=16, alpha=32), ()),
     "rslora-qwen2": (BASE | {"model_type": "qwen2"}, LoraSpec(rank=8, alpha=16, use_rslora=True), ()),
     "dora-qwen2": (BASE | {"model_type": "qwen2"}, LoraSpec(rank=8, alpha=16, use_dora=True), ()),
+    # gate and up are one adapter in PEFT, whose two halves it mixes as it trains; down is what both can train alike
+    "experts": (
+        BASE | {"model_type": "olmoe", "num_experts": 4, "num_experts_per_tok": 2, "eos_token_id": None},
+        LoraSpec(rank=8, alpha=16, targets=("q_proj", "v_proj", "o_proj", "down_proj")),
+        (),
+    ),
     "trained-tied-embedding": (BASE | {"tie_word_embeddings": True}, LoraSpec(rank=8, alpha=16), ("embed_tokens",)),
 }
 FAMILIES = json.loads((Path(__file__).parents[1] / "tiny_families.json").read_text())
