@@ -9,13 +9,14 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from gymjax.checkpoint.train_state import Checkpoints
 from gymjax.config import TrainConfig
 from gymjax.optim.build import schedule
 from gymjax.training.compile import Program, compile_program, describe_program
 from gymjax.training.evaluate import eval_step, run_evaluation
-from gymjax.training.logs import RunLog, Throughput
+from gymjax.training.logs import ROUTER_KEYS, RunLog, Throughput
 from gymjax.training.mesh import shard_batch
 from gymjax.training.metrics import peak_flops, peak_memory_gib, step_flops
 from gymjax.training.outputs import save_weights
@@ -192,6 +193,7 @@ def _log(run: Run, progress: Progress, log: RunLog, done: int) -> None:
     }
     if "loss_scale" in last:
         entry |= {"loss_scale": float(last["loss_scale"]), "skipped_steps": int(last["skipped_steps"])}
+    entry |= {key: float(np.mean([e[key] for e in entries])) for key in ROUTER_KEYS if key in last}
     peak = peak_flops()
     flops = sum(
         step_flops(run.cfg, int(e["tokens"]), width, frozen_base=run.lora is not None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 
-from gymjax.models.decoder_config import DecoderConfig
+from gymjax.models.decoder_config import DecoderConfig, LayerKind
 
 GIB = 2**30
 PEAK_BF16_FLOPS = {  # dense, per device, by a part of its name; from the vendor's datasheets
@@ -22,7 +22,16 @@ PEAK_BF16_FLOPS = {  # dense, per device, by a part of its name; from the vendor
 def linear_weights(cfg: DecoderConfig) -> int:
     """Weights that every token is multiplied with: all linear layers and the head."""
     attention = cfg.width * cfg.head_dim * (2 * cfg.heads + 2 * cfg.kv_heads)
-    return cfg.layers * (attention + 3 * cfg.width * cfg.ffn_width) + cfg.vocab_size * cfg.width
+    ffn = sum(_ffn_weights(cfg, kind) for kind in cfg.kinds)
+    return cfg.layers * attention + ffn + cfg.vocab_size * cfg.width
+
+
+def _ffn_weights(cfg: DecoderConfig, kind: LayerKind) -> int:
+    """Of a layer's feed-forward block, those that one token meets: of experts its own and the shared one."""
+    moe = kind.experts
+    if moe is None:
+        return 3 * cfg.width * cfg.ffn_width
+    return cfg.width * (3 * (moe.top_k * moe.ffn_width + (moe.shared_ffn_width or 0)) + moe.experts)
 
 
 def step_flops(cfg: DecoderConfig, tokens: int, length: int, *, frozen_base: bool) -> float:

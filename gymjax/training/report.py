@@ -9,10 +9,11 @@ from flax import nnx
 
 import pallas_kernels.flash_attention as flash
 from gymjax.dtypes import policy
+from gymjax.models.decoder_config import DecoderConfig
 from gymjax.models.names import hf_weights, linears
 from gymjax.optim.labels import Trained
 from gymjax.quant import weight_bytes
-from gymjax.training.metrics import GIB, device_memory_gib
+from gymjax.training.metrics import GIB, device_memory_gib, linear_weights
 from gymjax.training.outputs import model_with
 from gymjax.training.setup import Run
 from gymjax.training.step import TrainState
@@ -35,7 +36,18 @@ def explain_attention(run: Run, width: int) -> str:
     k = jax.ShapeDtypeStruct((run.loader.rows, width, cfg.kv_heads, cfg.head_dim), dtype)
     if run.settings.attention is not None:
         return f"flash_attention: {run.settings.attention}, as flash_attn says"
-    return flash.explain(q, k, packed=run.settings.packed, scale=cfg.attn_scale, softcap=cfg.attn_softcap)
+    options = {"scale": cfg.attn_scale, "softcap": cfg.attn_softcap, "sinks": cfg.attn_sinks}
+    return flash.explain(q, k, packed=run.settings.packed, **options)
+
+
+def _experts(cfg: DecoderConfig) -> list[str]:
+    """What a mixture of experts is made of; nothing for a dense model."""
+    if cfg.experts is None:
+        return []
+    return [
+        f"experts: {cfg.experts.experts} in each of {cfg.sparse_layers} layers, {cfg.experts.top_k} a token; "
+        f"a token meets {linear_weights(cfg):,} weights"
+    ]
 
 
 def before_training(run: Run, state: TrainState) -> list[str]:
@@ -50,6 +62,7 @@ def before_training(run: Run, state: TrainState) -> list[str]:
         *run.prepared.report.lines(),
         f"model: {run.source}, {run.cfg.layers} layers, {every:,} parameters, {trained:,} trained"
         f" ({trained / every:.2%})",
+        *_experts(run.cfg),
         f"precision: {run.precision}, trained weights and optimizer state f32",
         f"kernels: {explain_attention(run, run.loader.buckets[-1])}",
         f"memory: frozen weights {base / GIB:.2f} GiB, trained {kept / GIB:.2f}, optimizer {moments / GIB:.2f}"

@@ -193,6 +193,7 @@ def set_up(config: Config) -> tuple[Run, TrainState]:
     svd, start = svd_start(config), {}
     split = None if svd is None else functools.partial(split_weight, svd, lora_spec(config.adapter), start)
     loaded = load_model(config, mesh, split)
+    check_experts(config, loaded.model.cfg)
     prepared = prepare_data(config, loaded.tokenizer)
     if prepared.train is None:
         raise ValueError("dataset must be given: a name in dataset_info.json, a file or a folder")
@@ -244,6 +245,17 @@ def set_up(config: Config) -> tuple[Run, TrainState]:
     return run, shard_state(mesh, state)
 
 
+def check_experts(config: Config, cfg: DecoderConfig) -> None:
+    """Refuses losses of routers for a model that has none.
+
+    Raises:
+        ValueError: naming the key.
+    """
+    for key in ("moe_aux_loss_coef", "router_z_loss_coef"):
+        if getattr(config.train, key) and not cfg.sparse_layers:
+            raise ValueError(f"{key} would do nothing: this model has no mixture of experts; remove it")
+
+
 def step_settings(config: Config, *, dropout: bool, packed: bool) -> StepSettings:
     """What of the config the step depends on."""
     return StepSettings(
@@ -252,6 +264,8 @@ def step_settings(config: Config, *, dropout: bool, packed: bool) -> StepSetting
         remat=config.train.gradient_checkpointing,
         attention=ATTENTION[config.model.flash_attn],
         neftune_alpha=config.train.neftune_noise_alpha or 0.0,
+        moe_aux_loss_coef=config.train.moe_aux_loss_coef or 0.0,
+        router_z_loss_coef=config.train.router_z_loss_coef or 0.0,
         dropout=dropout,
         packed=packed,
     )

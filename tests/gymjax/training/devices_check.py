@@ -22,14 +22,21 @@ HF_CONFIG = {
     "num_attention_heads": 4, "num_key_value_heads": 2,
 }  # fmt: skip
 
+EXPERTS = HF_CONFIG | {
+    "model_type": "qwen2_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+}  # fmt: skip
+PLAIN = StepSettings(seed=0, max_grad_norm=0.0)
+SETTINGS = StepSettings(seed=0, max_grad_norm=0.0, moe_aux_loss_coef=0.5, router_z_loss_coef=0.01)
+
 
 def model_of(kind):
-    model = Decoder(decoder_config(HF_CONFIG), dtype=jnp.float32)
+    model = Decoder(decoder_config(EXPERTS if kind == "experts" else HF_CONFIG), dtype=jnp.float32)
     rng = np.random.default_rng(0)
     state = nnx.state(model)
     fill = lambda path, leaf: jnp.asarray(rng.normal(0, 0.1, leaf.shape) + (path[-2].key == "scale"), jnp.float32)  # noqa: E731
     nnx.update(model, jax.tree_util.tree_map_with_path(fill, state))
-    if kind == "full":
+    if kind in ("full", "experts"):
         train_all(model)
         return model
     if kind == "nf4":
@@ -67,7 +74,7 @@ def run(kind, mesh):
         batch = meshes.shard_batch(mesh, batch_of(), rows_axis=1)
         every = [*jax.tree.leaves(frozen), *jax.tree.leaves(state.params)]
         shards = max(leaf.nbytes // leaf.addressable_shards[0].data.nbytes for leaf in every)
-    new, metrics = jax.jit(make_step(graphdef, optimizer, StepSettings(seed=0, max_grad_norm=0.0)))(
+    new, metrics = jax.jit(make_step(graphdef, optimizer, SETTINGS if kind == "experts" else PLAIN))(
         state, frozen, batch
     )
     grads = [
