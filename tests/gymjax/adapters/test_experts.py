@@ -103,7 +103,9 @@ def test_routers_are_trained_whole_but_experts_not(make_model):
         train_modules(model, ["experts"], key="additional_target")
 
 
-def test_dropout_on_experts_is_refused(make_model):
+def test_dropout_and_dora_on_experts_are_refused(make_model):
+    with pytest.raises(ValueError, match=r"use_dora: true is not done for experts .*leave them out of lora_target"):
+        adapted(make_model, use_dora=True)
     with pytest.raises(ValueError, match=r"lora_dropout: 0.1 cannot act on experts .*experts.0.gate_proj"):
         adapted(make_model, dropout=0.1)
     adapted(make_model, dropout=0.1, targets=("q_proj",))
