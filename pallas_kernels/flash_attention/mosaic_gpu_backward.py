@@ -59,6 +59,37 @@ def two_products(first, second, shape: tuple[int, int]):
     return pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32))
 
 
+def stream_queries(sources, targets, ready, free, heads, span, row, bounds_row, stream: int, stages: int) -> None:
+    """What feeds a block that owns keys: the tiles of queries that see them, head by head of their group.
+
+    Args:
+        sources: q, dout, lse, delta, lo, hi in device memory.
+        targets: their rings in shared memory.
+        ready: barriers of slots that are filled.
+        free: barriers of slots that are used up.
+        heads: (first head, how many).
+        span: tiles of queries, see bounds.query_tiles.
+        row: of the batch.
+        bounds_row: of lo and hi.
+        stream: queries of a slot.
+        stages: slots.
+    """
+    q, dout, lse, delta, lo, hi = sources
+    begin, visits = span[0], span[3] - span[0]
+
+    def load(turn, _):
+        slot = lax.rem(turn, jnp.int32(stages))
+        head = heads[0] + lax.div(turn, visits)
+        at = pl.ds((begin + lax.rem(turn, visits)) * stream, stream)
+        pl.when(turn >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
+        parts = (q.at[row, at, head], dout.at[row, at, head], lse.at[row, head, at], delta.at[row, head, at])
+        for source, target in zip((*parts, lo.at[bounds_row, at], hi.at[bounds_row, at]), targets, strict=True):
+            plgpu.copy_gmem_to_smem(source, target.at[slot], ready.at[slot])
+
+    lax.fori_loop(0, heads[1] * visits, load, None)
+    drain(heads[1] * visits, stages, free)
+
+
 def backward_dkv(q, k, v, dout, lse, delta, lo, hi, *, scores: Scores, tiles: BackwardTiles):
     """Gradients of keys and values, summed over the query heads that share them.
 
@@ -166,24 +197,9 @@ def backward_dkv(q, k, v, dout, lse, delta, lo, hi, *, scores: Scores, tiles: Ba
         @pl.when(warpgroup == WARPGROUPS)
         def _feed():
             plgpu.set_max_registers(40, action="decrease")
-
-            def load(turn, _):
-                slot = lax.rem(turn, jnp.int32(stages))
-                head = kv_head * group + lax.div(turn, visits)
-                at = pl.ds((begin + lax.rem(turn, visits)) * stream, stream)
-                pl.when(turn >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
-                for source, target in (
-                    (q_ref.at[row, at, head], q_smem),
-                    (dout_ref.at[row, at, head], dout_smem),
-                    (lse_ref.at[row, head, at], lse_smem),
-                    (delta_ref.at[row, head, at], delta_smem),
-                    (lo_ref.at[bounds_row, at], lo_smem),
-                    (hi_ref.at[bounds_row, at], hi_smem),
-                ):
-                    plgpu.copy_gmem_to_smem(source, target.at[slot], ready.at[slot])
-
-            lax.fori_loop(0, group * visits, load, None)
-            drain(group * visits, stages, free)
+            sources, targets = (q_ref, dout_ref, lse_ref, delta_ref, lo_ref, hi_ref), buffers[2:8]
+            heads_of_group = (kv_head * group, group)
+            stream_queries(sources, targets, ready, free, heads_of_group, span, row, bounds_row, stream, stages)
 
     def tile(*shape):
         return plgpu.SMEM(shape, q.dtype, transforms=swizzled(shape[-1]))

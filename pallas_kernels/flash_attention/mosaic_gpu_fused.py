@@ -15,13 +15,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.flash_attention.bounds import query_tiles
-from pallas_kernels.flash_attention.mosaic_gpu_backward import BackwardTiles
+from pallas_kernels.flash_attention.mosaic_gpu_backward import BackwardTiles, stream_queries
 from pallas_kernels.flash_attention.mosaic_gpu_tiles import (
     WARPGROUPS,
     Scores,
     accumulate,
     by_column,
-    drain,
     filled,
     index_along,
     launch_in_place,
@@ -64,8 +63,8 @@ def backward_fused(q, k, v, dout, lse, delta, lo, hi, *, scores: Scores, tiles: 
     def kernel(refs, scratch):
         q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, lo_ref, hi_ref, ranges_ref, dq_ref, dk_ref, dv_ref = refs
         buffers, own_ready, ready, free, exchanged, done = scratch
-        k_smem, v_smem, q_smem, dout_smem, lse_smem, delta_smem, lo_smem, hi_smem, *buffers = buffers
-        dscore_smem, dq_smem, staging2 = buffers
+        k_smem, v_smem, q_smem, dout_smem, lse_smem, delta_smem, lo_smem, hi_smem, *others = buffers
+        dscore_smem, dq_smem, staging2 = others
         kv_head, k_tile, row = lax.axis_index("heads"), lax.axis_index("tiles"), lax.axis_index("batch")
         warpgroup = lax.axis_index("warpgroup")
         bounds_row = row * shared
@@ -152,24 +151,9 @@ def backward_fused(q, k, v, dout, lse, delta, lo, hi, *, scores: Scores, tiles: 
         @pl.when(warpgroup == WARPGROUPS)
         def _feed():
             plgpu.set_max_registers(24, action="decrease")
-
-            def load(turn, _):
-                slot = lax.rem(turn, jnp.int32(stages))
-                head = kv_head * group + lax.div(turn, visits)
-                at = pl.ds((begin + lax.rem(turn, visits)) * stream, stream)
-                pl.when(turn >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
-                for source, target in (
-                    (q_ref.at[row, at, head], q_smem),
-                    (dout_ref.at[row, at, head], dout_smem),
-                    (lse_ref.at[row, head, at], lse_smem),
-                    (delta_ref.at[row, head, at], delta_smem),
-                    (lo_ref.at[bounds_row, at], lo_smem),
-                    (hi_ref.at[bounds_row, at], hi_smem),
-                ):
-                    plgpu.copy_gmem_to_smem(source, target.at[slot], ready.at[slot])
-
-            lax.fori_loop(0, group * visits, load, None)
-            drain(group * visits, stages, free)
+            sources, targets = (q_ref, dout_ref, lse_ref, delta_ref, lo_ref, hi_ref), buffers[2:8]
+            heads_of_group = (kv_head * group, group)
+            stream_queries(sources, targets, ready, free, heads_of_group, span, row, bounds_row, stream, stages)
 
     def tile(*shape, dtype=q.dtype):
         return plgpu.SMEM(shape, dtype, transforms=swizzled(shape[-1], dtype))
