@@ -163,8 +163,8 @@ def make_step(
     devices never changes the update. That holds for the routers' losses too. The load-balancing loss is a product of
     two sums over the whole batch, the tokens that each expert gets and the probabilities; the gradient of a
     microbatch's probabilities needs the former, so that with it and several microbatches a first scan counts: a forward
-    pass more without the head, about a quarter of a step with full rematerialisation. Nothing is added where there is
-    one microbatch or no such loss.
+    pass more, without the head, beside the three or four that a step with full rematerialisation amounts to. Nothing is
+    added where there is one microbatch or no such loss.
 
     Returns:
         step(state, frozen, batch) -> (state, metrics); metrics are loss (mean per supervised token), grad_norm (before
