@@ -135,13 +135,11 @@ def tiny_tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", chat_template=TEMPLATE)
 
 
-@pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory):
-    """Folder of a random Llama of 100 thousand parameters with a tokenizer of 512 tokens."""
-    folder = tmp_path_factory.mktemp("tiny")
+def tiny_folder(folder, **changes):
+    """Writes a random model of TINY's shape, with changes, and a tokenizer of 512 tokens into a folder."""
     tokenizer = tiny_tokenizer()
     tokenizer.save_pretrained(folder)
-    config = TINY | {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
+    config = TINY | {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id} | changes
     (folder / "config.json").write_text(json.dumps(config))
     rng = np.random.default_rng(0)
     tensors = {
@@ -153,12 +151,14 @@ def tiny_model(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def public_ropes():
-    """Rotary settings of public models: parts of their config.json, and what transformers 5.24 makes of them."""
-    return json.loads((ROOT / "tests" / "public_ropes.json").read_text())
+def tiny_model(tmp_path_factory):
+    """Folder of a random Llama of 100 thousand parameters."""
+    return tiny_folder(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="session")
-def tiny_families():
-    """A small config.json of every family, its features on."""
-    return json.loads((ROOT / "tests" / "tiny_families.json").read_text())
+def tiny_experts(tmp_path_factory):
+    """Folder of a random mixture of four experts."""
+    shape = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 8}
+    kind = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_hidden_layers": 2}
+    return tiny_folder(tmp_path_factory.mktemp("experts"), **kind, **shape)

@@ -29,9 +29,12 @@ def test_name_says_method_and_folder(name):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_trains(name, tiny_model, tmp_path, monkeypatch):
+def test_trains(name, request, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)  # data/ is named relative to the repository
-    overrides = OVERRIDES | {"model_name_or_path": tiny_model, "output_dir": tmp_path}
+    model = request.getfixturevalue(
+        "tiny_experts" if "moe_aux_loss_coef" in (ROOT / "configs" / name).read_text() else "tiny_model"
+    )
+    overrides = OVERRIDES | {"model_name_or_path": model, "output_dir": tmp_path}
     config = load(ROOT / "configs" / name, [f"{key}={value}" for key, value in overrides.items()])
     result = train(config)
     assert math.isfinite(result.metrics["train_loss"])

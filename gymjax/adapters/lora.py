@@ -249,12 +249,6 @@ def lora_modules(model: Decoder) -> Iterator[tuple[Lora, LoraRow]]:
         yield from ((lora, row) for row in lora.rows if row.rank)
 
 
-def row_weights(lora: Lora, row: LoraRow) -> tuple[Array, Array, Array]:
-    """One module's a (R, in), b (out, R) and factor (), cut to its own rank."""
-    a, b, factor = (variable.get_value()[row.at] for variable in (lora.a, lora.b, lora.factor))
-    return a[: row.rank], b[:, : row.rank], factor
-
-
 def merge(model: Decoder) -> None:
     """Puts every adapter's effective weight, computed in f32 and rounded once, over its dense base; empties the slots.
 
