@@ -35,6 +35,16 @@ SHAPES = {
         "rope_theta": 500000.0,
         "rms_norm_eps": 1e-5,
     },
+    "llama3.1-70b": {
+        "vocab_size": 128256,
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "rope_theta": 500000.0,
+        "rms_norm_eps": 1e-5,
+    },
     "llama2-7b": {
         "vocab_size": 32000,
         "hidden_size": 4096,

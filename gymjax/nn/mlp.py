@@ -11,9 +11,20 @@ from jaxtyping import Array, Float
 import pallas_kernels.swiglu as kernel
 from gymjax.nn.linear import Linear, project
 
+CHUNK = 16384
+"""Tokens of a row that go through a block at a time, at most.
+
+The block's widest arrays belong to one chunk. Weights that are packed are unpacked for each, which costs a 50th of the
+chunk's products in an 8B model.
+"""
+
 
 class GatedMLP(nnx.Module):
-    """`down(activation(gate(x)) * up(x))`; `fused` keeps gate and up in one matrix, gate's rows first."""
+    """`down(activation(gate(x)) * up(x))`; `fused` keeps gate and up in one matrix, gate's rows first.
+
+    Rows of more than CHUNK tokens go through chunk by chunk, and each chunk's activations are computed again in the
+    backward pass (arXiv 2305.19370, section 3).
+    """
 
     def __init__(
         self,
@@ -38,6 +49,17 @@ class GatedMLP(nnx.Module):
 
     def __call__(self, x_BTD: Float[Array, "B T D"], key: jax.Array | None = None) -> Float[Array, "B T D"]:
         """Applies the block; `key` feeds the projections' adapters."""
+        B, T, D = x_BTD.shape
+        chunks = -(-T // CHUNK)
+        if chunks <= 1:
+            return self._apply(x_BTD, key)
+        padded_BTD = jnp.pad(x_BTD, ((0, 0), (0, -T % chunks), (0, 0)))
+        chunks_NBCD = jnp.moveaxis(padded_BTD.reshape(B, chunks, -1, D), 1, 0)
+        keys = None if key is None else jax.random.split(key, chunks)
+        apply = jax.checkpoint(lambda chunk: self._apply(*chunk), prevent_cse=False)
+        return jnp.moveaxis(jax.lax.map(apply, (chunks_NBCD, keys)), 0, 1).reshape(B, -1, D)[:, :T]
+
+    def _apply(self, x_BTD: Float[Array, "B T D"], key: jax.Array | None) -> Float[Array, "B T D"]:
         keys = [None] * 3 if key is None else list(jax.random.split(key, 3))
         if self.fused:
             gate_BTF, up_BTF = jnp.split(self.gate_up(x_BTD, keys[0]), 2, axis=-1)
