@@ -143,7 +143,7 @@ def _metrics(
     out = fwd(args, arrays)
     cotangent = jax.tree.map(lambda o: jax.random.normal(jax.random.key(1), o.shape, o.dtype), out)
     both = jax.jit(forward_backward).lower(args, arrays, cotangent).compile()
-    seconds, seconds_both = _median_seconds(fwd, args, arrays), _median_seconds(both, args, arrays, cotangent)
+    seconds, seconds_both = median_seconds(fwd, args, arrays), median_seconds(both, args, arrays, cotangent)
     if metric == "tflops":
         rates = {"tflops_fwd": case.flops / seconds / 1e12, "tflops_fwd_bwd": case.flops_fwd_bwd / seconds_both / 1e12}
     else:
@@ -151,7 +151,7 @@ def _metrics(
     return rates | {"peak_gib": _bytes(both) / 2**30}
 
 
-def _median_seconds(compiled: Callable[..., Any], *args: Any) -> float:
+def median_seconds(compiled: Callable[..., Any], *args: Any) -> float:
     """Time batches of calls of at least 20 ms, after warming up; the median of ten batches, per call."""
     jax.block_until_ready([compiled(*args) for _ in range(3)])
     start = time.perf_counter()

@@ -3,7 +3,7 @@
 Usage: python scripts/compile_hopper.py [NAME ...]        (kernels whose name begins so; default all)
 
 The compiler is that of offline_h200.py. Nothing is run: what compiles here is checked and timed on a GPU by
-scripts/check_attention.py and scripts/bench_attention.py.
+scripts/check_attention.py and scripts/bench_peers.py flash_attention.
 """
 
 from __future__ import annotations
