@@ -162,3 +162,15 @@ def tiny_experts(tmp_path_factory):
     shape = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 8}
     kind = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_hidden_layers": 2}
     return tiny_folder(tmp_path_factory.mktemp("experts"), **kind, **shape)
+
+
+@pytest.fixture(scope="session")
+def public_ropes():
+    """Rotary settings of public models: parts of their config.json, and what transformers 5.24 makes of them."""
+    return json.loads((ROOT / "tests" / "public_ropes.json").read_text())
+
+
+@pytest.fixture(scope="session")
+def tiny_families():
+    """A small config.json of every family, its features on."""
+    return json.loads((ROOT / "tests" / "tiny_families.json").read_text())
