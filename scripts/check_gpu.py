@@ -19,19 +19,14 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from check_attention import error
+
 from gymjax.quant import nf4
 from pallas_kernels.flash_attention import flash_attention
 from pallas_kernels.linear_cross_entropy import linear_cross_entropy
 from pallas_kernels.nf4_linear import dequantize, nf4_linear
 
 FLOOR = 1e-7  # errors below this are rounding of the comparison itself
-
-
-def error(value, reference) -> float:
-    """Relative error in the Frobenius norm, NaN counted as infinite."""
-    value, reference = np.asarray(value, np.float64), np.asarray(reference, np.float64)
-    norm = float(np.linalg.norm(value - reference) / max(np.linalg.norm(reference), 1e-30))
-    return norm if np.isfinite(norm) else float("inf")
 
 
 def out_and_grads(function, args, cotangent):

@@ -12,9 +12,10 @@ from jaxtyping import Array, Float
 
 from gymjax.adapters.tensors import MAGNITUDE
 from gymjax.optim.labels import Trained
-from gymjax.quant.matmul import dense, matmul
+from gymjax.quant.matmul import matmul
 from pallas_kernels.lora_linear import lora_linear
 from pallas_kernels.lora_linear.reference import drop
+from pallas_kernels.nf4_linear import dense
 
 if TYPE_CHECKING:
     from gymjax.adapters.lora import Lora

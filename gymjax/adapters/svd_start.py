@@ -18,8 +18,7 @@ from jaxtyping import Float
 
 from gymjax.adapters.lora import LoraSpec
 from gymjax.adapters.tensors import MAGNITUDE, A, B
-from gymjax.quant.matmul import dense
-from pallas_kernels.nf4_linear import NF4Weight
+from pallas_kernels.nf4_linear import NF4Weight, dense
 
 Pack = Callable[[np.ndarray], np.ndarray | NF4Weight]
 EXACT = -1

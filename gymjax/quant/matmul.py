@@ -1,11 +1,10 @@
 """x @ w.T whatever w is stored as."""
 
 import jax
-import numpy as np
 from jax import numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from pallas_kernels.nf4_linear import NF4Weight, dequantize, nf4_linear
+from pallas_kernels.nf4_linear import NF4Weight, nf4_linear
 
 
 def matmul(x: Float[Array, "*B I"], w: Float[Array, "O I"] | NF4Weight) -> Float[Array, "*B O"]:
@@ -24,16 +23,6 @@ def matmul(x: Float[Array, "*B I"], w: Float[Array, "O I"] | NF4Weight) -> Float
         return nf4_linear(x, w)
     y = jax.lax.dot_general(x, w.astype(x.dtype), (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
     return y.astype(x.dtype)
-
-
-def dense(w: Float[Array | np.ndarray, "*L O I"] | NF4Weight, dtype: jax.typing.DTypeLike) -> Float[Array, "*L O I"]:
-    """The array that a weight stands for, whatever it is stored as; leading axes are kept.
-
-    Args:
-        w: an array or a packed weight.
-        dtype: of the result.
-    """
-    return dequantize(w, dtype) if isinstance(w, NF4Weight) else jnp.asarray(w, dtype)
 
 
 def weight_bytes(tree: PyTree) -> int:

@@ -59,6 +59,25 @@ def two_products(first, second, shape: tuple[int, int]):
     return pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32))
 
 
+def weights_by_key(scores: Scores, product, lse, bounds, first_key):
+    """Weights of a tile of keys by queries, and what turns their gradient into that of `scale * product`.
+
+    Args:
+        scores: from products to scores.
+        product: of keys and queries.
+        lse: of the tile's queries, in shared memory.
+        bounds: their first and last keys, in shared memory; None where every query sees the whole tile.
+        first_key: of the tile.
+    """
+    score, shape = scores.squash(product), product.shape
+    weight = jnp.exp2(score * scores.factor - by_column(lse, shape))
+    if bounds is not None:
+        key = index_along(0, first_key, shape)
+        seen = (key >= by_column(bounds[0], shape)) & (key <= by_column(bounds[1], shape))
+        weight = jnp.where(seen, weight, 0.0)
+    return weight, scores.chain(weight, score)
+
+
 def stream_queries(sources, targets, ready, free, heads, span, row, bounds_row, stream: int, stages: int) -> None:
     """What feeds a block that owns keys: the tiles of queries that see them, head by head of their group.
 
@@ -154,13 +173,9 @@ def backward_dkv(q, k, v, dout, lse, delta, lo, hi, *, scores: Scores, tiles: Ba
                 score, dweight = two_products(
                     (my_k, q_smem.at[slot].transpose((1, 0))), (my_v, dout_smem.at[slot].transpose((1, 0))), shape
                 )
-                score = scores.squash(score)
-                weight = jnp.exp2(score * scores.factor - by_column(lse_smem.at[slot], shape))
-                if masked:
-                    key = index_along(0, base, shape)
-                    seen = (key >= by_column(lo_smem.at[slot], shape)) & (key <= by_column(hi_smem.at[slot], shape))
-                    weight = jnp.where(seen, weight, 0.0)
-                dscore = scores.chain(weight, score) * (dweight - by_column(delta_smem.at[slot], shape))
+                bounds = (lo_smem.at[slot], hi_smem.at[slot]) if masked else None
+                weight, slope = weights_by_key(scores, score, lse_smem.at[slot], bounds, base)
+                dscore = slope * (dweight - by_column(delta_smem.at[slot], shape))
                 weight, dscore = weight.astype(q.dtype), dscore.astype(q.dtype)
 
                 def products(add_to_dk, add_to_dv):

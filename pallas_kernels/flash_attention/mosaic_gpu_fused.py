@@ -15,14 +15,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.flash_attention.bounds import query_tiles
-from pallas_kernels.flash_attention.mosaic_gpu_backward import BackwardTiles, stream_queries
+from pallas_kernels.flash_attention.mosaic_gpu_backward import BackwardTiles, stream_queries, weights_by_key
 from pallas_kernels.flash_attention.mosaic_gpu_tiles import (
     WARPGROUPS,
     Scores,
     accumulate,
     by_column,
     filled,
-    index_along,
     launch_in_place,
     swizzled,
     visit,
@@ -91,13 +90,10 @@ def backward_fused(q, k, v, dout, lse, delta, lo, hi, *, scores: Scores, tiles: 
                 def weigh(score_ref, dweight_ref):
                     plgpu.wgmma(score_ref, my_k, q_smem.at[slot].transpose((1, 0)))
                     plgpu.wgmma(dweight_ref, my_v, dout_smem.at[slot].transpose((1, 0)))
-                    score = scores.squash(plgpu.wgmma_accumulator_load(score_ref, wait_n=1))
-                    weight = jnp.exp2(score * scores.factor - by_column(lse_smem.at[slot], shape))
-                    if masked:
-                        key = index_along(0, base, shape)
-                        seen = (key >= by_column(lo_smem.at[slot], shape)) & (key <= by_column(hi_smem.at[slot], shape))
-                        weight = jnp.where(seen, weight, 0.0)
-                    return weight.astype(q.dtype), scores.chain(weight, score), dweight_ref[...]
+                    product = plgpu.wgmma_accumulator_load(score_ref, wait_n=1)
+                    bounds = (lo_smem.at[slot], hi_smem.at[slot]) if masked else None
+                    weight, slope = weights_by_key(scores, product, lse_smem.at[slot], bounds, base)
+                    return weight.astype(q.dtype), slope, dweight_ref[...]
 
                 def multiply(dq_acc):
                     for other in range(WARPGROUPS):

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import Implementation, _dispatch
 from pallas_kernels.linear_cross_entropy import reference
-from pallas_kernels.nf4_linear import NF4Weight, dequantize
+from pallas_kernels.nf4_linear import NF4Weight, dense
 
 _REFUSALS: _dispatch.Refusals = {"xla": None}
 
@@ -103,17 +103,13 @@ def _check_labels(labels: Array, vocabulary: int, ignore_index: int) -> None:
         )
 
 
-def _array(head: Array | NF4Weight, x: Array) -> Array:
-    return dequantize(head, x.dtype) if isinstance(head, NF4Weight) else head.astype(x.dtype)
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _frozen(how: reference.Settings, x: Array, head: Array | NF4Weight, labels: Array) -> Array:
-    return reference.forward(x, _array(head, x), labels, how)[0]
+    return reference.forward(x, dense(head, x.dtype), labels, how)[0]
 
 
 def _frozen_fwd(how: reference.Settings, x: Array, head: Array | NF4Weight, labels: Array) -> tuple[Array, Array]:
-    return reference.forward_and_dx(x, _array(head, x), labels, how)
+    return reference.forward_and_dx(x, dense(head, x.dtype), labels, how)
 
 
 def _frozen_bwd(how: reference.Settings, dx: Array, dloss: Array) -> tuple[Array, None, None]:
@@ -126,13 +122,13 @@ _frozen.defvjp(_frozen_fwd, _frozen_bwd)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _trained(how: reference.Settings, x: Array, head: Array, labels: Array) -> Array:
-    return reference.forward(x, _array(head, x), labels, how)[0]
+    return reference.forward(x, dense(head, x.dtype), labels, how)[0]
 
 
 def _trained_fwd(
     how: reference.Settings, x: Array, head: Array, labels: Array
 ) -> tuple[Array, tuple[Array, Array, Array, Array]]:
-    loss, lse = reference.forward(x, _array(head, x), labels, how)
+    loss, lse = reference.forward(x, dense(head, x.dtype), labels, how)
     return loss, (x, head, labels, lse)
 
 
@@ -140,7 +136,7 @@ def _trained_bwd(
     how: reference.Settings, residuals: tuple[Array, Array, Array, Array], dloss: Array
 ) -> tuple[Array, Array, None]:
     x, head, labels, lse = residuals
-    dx, dhead = reference.backward(x, _array(head, x), labels, lse, dloss, how)
+    dx, dhead = reference.backward(x, dense(head, x.dtype), labels, lse, dloss, how)
     return dx, dhead.astype(head.dtype), None
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key
 
-from pallas_kernels.nf4_linear import NF4Weight, dequantize
+from pallas_kernels.nf4_linear import NF4Weight, dense
 
 ALIGNMENT = 16  # elements; joined widths stay multiples of it, as the tensor cores' loads want them
 
@@ -68,7 +68,7 @@ def forward(
         ups = {one.layer: one for one in adapters}
         ws = (_join_up(layer.w, ups.get(i), low.shape[-1], x.dtype) for i, layer in enumerate(layers))
         return tuple(jnp.einsum("...i,oi->...o", x, w) for w in ws), low
-    ys = [jnp.einsum("...i,oi->...o", x, _array(layer.w, x.dtype)) for layer in layers]
+    ys = [jnp.einsum("...i,oi->...o", x, dense(layer.w, x.dtype)) for layer in layers]
     for one in adapters:
         ys[one.layer] += jnp.einsum("...r,or->...o", low[..., one.columns], one.b.astype(x.dtype))
     return tuple(ys), low
@@ -115,13 +115,13 @@ def _gradient_of_x(
         return sum(_bases(layers, dys), start=jnp.einsum("...r,ri->...i", dlow, a))
     at, spare = copied.index(min(copied)), -dlow.shape[-1] % ALIGNMENT
     dy = jnp.concatenate([dys[at], _pad_last(dlow, spare)], axis=-1)
-    w = jnp.concatenate([_array(layers[at].w, dtype), jnp.pad(a, ((0, spare), (0, 0)))])
+    w = jnp.concatenate([dense(layers[at].w, dtype), jnp.pad(a, ((0, spare), (0, 0)))])
     others = [i for i in range(len(layers)) if i != at]
     return sum(_bases([layers[i] for i in others], [dys[i] for i in others]), start=jnp.einsum("...o,oi->...i", dy, w))
 
 
 def _bases(layers: Sequence[Projection], dys: Sequence[Array]) -> list[Array]:
-    return [jnp.einsum("...o,oi->...i", dy, _array(layer.w, dy.dtype)) for layer, dy in zip(layers, dys, strict=True)]
+    return [jnp.einsum("...o,oi->...i", dy, dense(layer.w, dy.dtype)) for layer, dy in zip(layers, dys, strict=True)]
 
 
 def _adapters(layers: Sequence[Projection]) -> list[Adapter]:
@@ -147,15 +147,11 @@ def _low_products(x: Array, adapters: Sequence[Adapter], rate: float, keys: Keys
 
 def _join_up(w: Array | NF4Weight, one: Adapter | None, width: int, dtype: DTypeLike) -> Float[Array, "O IP"]:
     """[w, b], with b in its columns of the joined input and zeros in the other layers'."""
-    base = _array(w, dtype)
+    base = dense(w, dtype)
     if one is None:
         return jnp.pad(base, ((0, 0), (0, width)))
     b = jnp.pad(one.b.astype(dtype), ((0, 0), (one.columns.start, width - one.columns.stop)))
     return jnp.concatenate([base, b], axis=1)
-
-
-def _array(w: Array | NF4Weight, dtype: DTypeLike) -> Array:
-    return dequantize(w, dtype) if isinstance(w, NF4Weight) else w.astype(dtype)
 
 
 def _copied(w: Array | NF4Weight) -> int:

@@ -12,7 +12,7 @@ from pallas_kernels import Implementation, _dispatch
 from pallas_kernels.nf4_linear import reference
 from pallas_kernels.nf4_linear.reference import DYNAMIC_CODE, NESTED_BLOCK, NF4_CODE
 
-__all__ = ["DYNAMIC_CODE", "NF4_CODE", "NF4Weight", "dequantize", "explain", "nf4_linear"]
+__all__ = ["DYNAMIC_CODE", "NF4_CODE", "NF4Weight", "dense", "dequantize", "explain", "nf4_linear"]
 
 _DTYPES = ("bfloat16", "float32", "float16")
 _REFUSALS: _dispatch.Refusals = {"xla": None}
@@ -64,6 +64,16 @@ def dequantize(w: NF4Weight, dtype: jax.typing.DTypeLike | None = None) -> Float
     return reference.dequantize(
         w.codes, w.absmax, w.nested_absmax, w.offset, w.shape, w.block_size, dtype=jnp.dtype(dtype or w.dtype)
     )
+
+
+def dense(w: Float[Array | np.ndarray, "*L O I"] | NF4Weight, dtype: jax.typing.DTypeLike) -> Float[Array, "*L O I"]:
+    """The array that a weight stands for, whatever it is stored as; leading axes are kept.
+
+    Args:
+        w: an array or a packed weight.
+        dtype: of the result.
+    """
+    return dequantize(w, dtype) if isinstance(w, NF4Weight) else jnp.asarray(w, dtype)
 
 
 def nf4_linear(

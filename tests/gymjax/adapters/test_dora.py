@@ -11,7 +11,7 @@ from gymjax.adapters.lora import Lora, LoraSpec, attach, lora_modules, merge
 from gymjax.adapters.tensors import MAGNITUDE, B, adapter_tensors, set_adapter_tensors
 from gymjax.optim.labels import Trained, labels
 from gymjax.quant import quantize
-from gymjax.quant.matmul import dense
+from pallas_kernels.nf4_linear import dense
 
 TOKENS = jnp.arange(12).reshape(2, 6)
 

@@ -9,7 +9,7 @@ import pytest
 from gymjax.adapters.lora import LoraSpec
 from gymjax.adapters.svd_start import EXACT, SvdStart, as_plain_lora, principal_factors, split_weight
 from gymjax.quant import quantize
-from gymjax.quant.matmul import dense
+from pallas_kernels.nf4_linear import dense
 
 NF4 = partial(quantize, dtype="float32")
 SPEC = LoraSpec(rank=12, alpha=18)
