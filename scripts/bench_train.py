@@ -112,8 +112,8 @@ def random_model(shape: str, base: str):
     return model
 
 
-def time_step(shape: str, base: str, remat: str, rows: int, length: int, attention: str | None, steps: int) -> dict:
-    """Compiles and times the trainer's own step; returns tok_s, peak_gib, compile_s, loss, predicted_gib."""
+def compile_step(shape: str, base: str, remat: str, rows: int, length: int, attention: str | None):
+    """Compiles the trainer's own step for a model with random weights: (program, state, frozen, batch)."""
     import jax
     import numpy as np
 
@@ -121,7 +121,6 @@ def time_step(shape: str, base: str, remat: str, rows: int, length: int, attenti
     from gymjax.config import OptimConfig
     from gymjax.optim.build import build
     from gymjax.training.compile import compile_program
-    from gymjax.training.metrics import peak_flops, peak_memory_gib, step_flops
     from gymjax.training.step import StepSettings, init_state, make_step, split_model
 
     model = random_model(shape, base)
@@ -140,8 +139,16 @@ def time_step(shape: str, base: str, remat: str, rows: int, length: int, attenti
     }
     batch = jax.device_put(batch)
     step = jax.jit(make_step(graphdef, optimizer, settings), donate_argnums=0)
-    program = compile_program(step, state, frozen, batch)
-    del model
+    return compile_program(step, state, frozen, batch), state, frozen, batch
+
+
+def time_step(shape: str, base: str, remat: str, rows: int, length: int, attention: str | None, steps: int) -> dict:
+    """Compiles and times the trainer's own step; returns tok_s, peak_gib, compile_s, loss, predicted_gib."""
+    import jax
+
+    from gymjax.training.metrics import peak_flops, peak_memory_gib, step_flops
+
+    program, state, frozen, batch = compile_step(shape, base, remat, rows, length, attention)
     for _ in range(3):
         state, metrics = program.call(state, frozen, batch)
     jax.block_until_ready(metrics)
@@ -216,7 +223,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, default="llama3.1-8b")
     parser.add_argument("--base", choices=("nf4", "bf16"), default="nf4")
-    parser.add_argument("--remat", choices=("full", "selective", "none"), default="full")
+    parser.add_argument("--remat", choices=("full", "selective", "offload", "none"), default="full")
     parser.add_argument("--batch", default="4x2048", help="rows x tokens")
     parser.add_argument("--attention", choices=("cudnn", "mosaic_gpu", "xla"), help="default: the fastest")
     parser.add_argument("--steps", type=int, default=8)

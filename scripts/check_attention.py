@@ -126,6 +126,14 @@ def check(case: tuple) -> tuple[str, bool]:
     return f"{'ok  ' if good else 'FAIL'} {title:<52} " + "  ".join(words), good
 
 
+def checked(case: tuple) -> tuple[str, bool]:
+    """`check`, with a case that does not run reported as one that fails."""
+    try:
+        return check(case)
+    except Exception as broken:  # whatever the compiler or the device says; the other cases go on
+        return f"FAIL {case}: {type(broken).__name__}: {str(broken)[:300]}", False
+
+
 def cases() -> list[tuple]:
     """Every width with every length and mask, heads in turn; the widths of the fused backward in both forms."""
     chosen = []
@@ -143,7 +151,7 @@ def main() -> int:
     options = parser.parse_args()
     chosen = cases()[:: options.every]
     with ThreadPoolExecutor(12) as pool:
-        results = list(pool.map(check, chosen))
+        results = list(pool.map(checked, chosen))
     lines = [line for line, _ in results]
     failed = [line for line, good in results if not good]
     lines.append(f"{len(results) - len(failed)} of {len(results)} cases within the bar")
