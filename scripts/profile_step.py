@@ -10,6 +10,7 @@ of bench_train.py. What is not a kernel (gaps between kernels) is the difference
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 import tempfile
@@ -17,6 +18,9 @@ import time
 from collections import defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple
+
+# Kernels that run as one command buffer carry its name instead of their own.
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_enable_command_buffer="
 
 import jax
 from bench_train import SHAPES, compile_step
@@ -46,7 +50,7 @@ def kernels(profile: ProfileData, names: dict[str, str], steps: int) -> list[Ker
             if not (plane.name.startswith("/device:GPU") and line.name.startswith("Stream")):
                 continue
             for event in line.events:
-                operation = str(dict(event.stats).get("hlo_op", ""))
+                operation = next((str(value) for key, value in event.stats if key == "hlo_op"), "")
                 total[event.name, operation].append(event.duration_ns / 1e6)
     found = [
         Kernel(sum(times) / steps, len(times) / steps, name, f"{operation} {names.get(operation, '')}")
@@ -80,7 +84,8 @@ def main() -> None:
             jax.block_until_ready(metrics)
             seconds = time.perf_counter() - started
         profile = ProfileData.from_file(str(next(Path(folder).rglob("*.xplane.pb"))))
-    found = kernels(profile, sources(program.call.as_text()), options.steps)
+    compiled: Any = program.call
+    found = kernels(profile, sources(compiled.as_text()), options.steps)
     busy = sum(kernel.milliseconds for kernel in found)
     print(f"{1e3 * seconds / options.steps:.1f} ms a step, {busy:.1f} ms of kernels")
     for kernel in found[: options.top]:

@@ -3,20 +3,24 @@
 Products with adapters are bracketed so that every intermediate has rank width. A base's product and its adapter's are
 summed in one of two ways, whichever moves fewer bytes: as one matrix product over joined operands, [x, low] @ [w, b].T,
 which copies x (and w, unless it is being unpacked anyway), or as two, the second of which is added to the first.
+Products of a wide array with a factor of few rows, `x @ a.T`, and such a factor's gradient, are `narrow_products`: here
+two products of XLA's, in mosaic_gpu.py one pass.
 """
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key
 
 from pallas_kernels.nf4_linear import NF4Weight, dense
 
 ALIGNMENT = 16  # elements; joined widths stay multiples of it, as the tensor cores' loads want them
+LOW_NAME = "lora_low"  # of what the backward needs and is small, for rematerialisation policies that keep it
 
 
 class Projection(NamedTuple):
@@ -36,6 +40,16 @@ class Projection(NamedTuple):
 
 
 Keys = tuple[Key[Array, ""], ...] | None
+Narrow = Callable[[Array, Array | None, Array | None], tuple[Any, Any]]
+"""`narrow_products` of an implementation."""
+
+
+def narrow_products(
+    x: Float[Array, "*B N"], factor: Float[Array, "R N"] | None, low: Float[Array, "*B R"] | None
+) -> tuple[Float[Array, "*B R"] | None, Float[Array, "R N"] | None]:
+    """Return `x @ factor.T` and `low.T @ x`, summed in f32 and left so; each None where its argument is."""
+    product = None if factor is None else _f32_product("...n,rn->...r", x, factor)
+    return product, None if low is None else _f32_product("...r,...n->rn", low, x)
 
 
 def drop(x: Float[Array, "*B I"], rate: float, key: Key[Array, ""] | None) -> Float[Array, "*B I"]:
@@ -57,11 +71,11 @@ class Adapter(NamedTuple):
 
 
 def forward(
-    x: Float[Array, "*B I"], layers: Sequence[Projection], rate: float, keys: Keys
+    x: Float[Array, "*B I"], layers: Sequence[Projection], rate: float, keys: Keys, narrow: Narrow = narrow_products
 ) -> tuple[tuple[Array, ...], Float[Array, "*B P"]]:
     """Return each layer's product, and every `scale * drop(x) @ a.T` side by side in x.dtype, padded to ALIGNMENT."""
     adapters = _adapters(layers)
-    low = _low_products(x, adapters, rate, keys)
+    low = checkpoint_name(_low_products(x, adapters, rate, keys, narrow), LOW_NAME)
     rows, outs = math.prod(x.shape[:-1]), sum(layer.w.shape[0] for layer in layers)
     if rows * x.shape[-1] + sum(_copied(layer.w) for layer in layers) < rows * outs:
         x = jnp.concatenate([x, low], axis=-1)
@@ -81,24 +95,25 @@ def backward(
     rate: float,
     keys: Keys,
     dys: Sequence[Float[Array, "*B O"]],
+    narrow: Narrow = narrow_products,
 ) -> tuple[Array, list[tuple[Array, Array] | None]]:
     """Return the gradient of x, and those of each layer's a and b, summed in f32, or None."""
     adapters = _adapters(layers)
-    dlows = [
-        (one.scale * _f32_product("...o,or->...r", dys[one.layer], one.b.astype(x.dtype))).astype(x.dtype)
-        for one in adapters
-    ]
-    dbs = [_f32_product("...o,...r->or", dys[one.layer], low[..., one.columns]) for one in adapters]
+    dlows, dbs = [], []
+    for one in adapters:
+        dlow, db = narrow(dys[one.layer], one.b.T.astype(x.dtype), low[..., one.columns])
+        dlows.append((one.scale * dlow).astype(x.dtype))
+        dbs.append(db.T)
     if keys is None:
         dlow = jnp.concatenate(dlows, axis=-1)
-        da = _f32_product("...r,...i->ri", dlow, x)
+        da = narrow(x, None, dlow)[1]
         das = [da[one.columns] for one in adapters]
         dx = _gradient_of_x(dlow, adapters, layers, dys)
     else:
         dx, das = sum(_bases(layers, dys), start=jnp.zeros((), x.dtype)), []
         for one, dlow in zip(adapters, dlows):
             key = keys[one.layer]
-            das.append(_f32_product("...r,...i->ri", dlow, drop(x, rate, key)))
+            das.append(narrow(drop(x, rate, key), None, dlow)[1])
             dx += drop(jnp.einsum("...r,ri->...i", dlow, one.a.astype(x.dtype)), rate, key)
     found = {one.layer: (da.astype(one.a.dtype), db.astype(one.b.dtype)) for one, da, db in zip(adapters, das, dbs)}
     return dx, [found.get(i) for i in range(len(layers))]
@@ -133,14 +148,16 @@ def _adapters(layers: Sequence[Projection]) -> list[Adapter]:
     return found
 
 
-def _low_products(x: Array, adapters: Sequence[Adapter], rate: float, keys: Keys) -> Float[Array, "*B P"]:
+def _low_products(
+    x: Array, adapters: Sequence[Adapter], rate: float, keys: Keys, narrow: Narrow
+) -> Float[Array, "*B P"]:
     downs = [one.a.astype(x.dtype) for one in adapters]
     scales = jnp.concatenate([jnp.full(one.a.shape[0], one.scale) for one in adapters])
     if keys is None:
-        low = _f32_product("...i,ri->...r", x, jnp.concatenate(downs))
+        low = narrow(x, jnp.concatenate(downs), None)[0]
     else:
         inputs = [drop(x, rate, keys[one.layer]) for one in adapters]
-        low = jnp.concatenate([_f32_product("...i,ri->...r", *each) for each in zip(inputs, downs)], axis=-1)
+        low = jnp.concatenate([narrow(*each, None)[0] for each in zip(inputs, downs)], axis=-1)
     low = (low * scales).astype(x.dtype)
     return _pad_last(low, -low.shape[-1] % ALIGNMENT)
 
