@@ -63,20 +63,26 @@ def refuses(x: Array | jax.ShapeDtypeStruct) -> str | None:
 
 
 def narrow_products(
-    x: Float[Array, "*B N"], factor: Float[Array, "R N"] | None, low: Float[Array, "*B R"] | None
-) -> tuple[Float[Array, "*B R"] | None, Float[Array, "R N"] | None]:
+    x: Float[Array, "*B N"],
+    factor: Float[Array, "R N"] | None,
+    low: Float[Array, "*B R"] | None,
+    *,
+    rank_first: bool = False,
+) -> tuple[Float[Array, "*B R"] | None, Float[Array, "N R"] | Float[Array, "R N"] | None]:
     """As reference.narrow_products, in one pass over x; by XLA where tiles are not whole or the rank is too large."""
     tiles, leading, width = NarrowTiles(), x.shape[:-1], x.shape[-1]
     rank = next(array for array in (low, None if factor is None else factor.T) if array is not None).shape[-1]
     more = -rank % _MULTIPLE
     rows = math.prod(leading)
     if rows % tiles.rows or width % (WARPGROUPS * tiles.columns) or rank + more > MAX_RANK:
-        return reference.narrow_products(x, factor, low)
+        return reference.narrow_products(x, factor, low, rank_first=rank_first)
     wide_factor = None if factor is None else jnp.pad(factor, ((0, more), (0, 0)))
     wide_low = None if low is None else jnp.pad(low.reshape(rows, rank), ((0, 0), (0, more)))
     product, gradient = one_pass(x.reshape(rows, width), wide_factor, wide_low, tiles)
     product = None if product is None else product[:, :rank].reshape(*leading, rank)
-    return product, None if gradient is None else gradient[:rank]
+    if gradient is None:
+        return product, None
+    return product, gradient[:, :rank].T if rank_first else gradient[:, :rank]
 
 
 def one_pass(
@@ -84,8 +90,8 @@ def one_pass(
     factor: Float[Array, "R N"] | None,
     low: Float[Array, "M R"] | None,
     tiles: NarrowTiles,
-) -> tuple[Float[Array, "M R"] | None, Float[Array, "R N"] | None]:
-    """The kernel: `x @ factor.T` and `low.T @ x` in f32, each None where its argument is; one of them is there.
+) -> tuple[Float[Array, "M R"] | None, Float[Array, "N R"] | None]:
+    """The kernel: `x @ factor.T` and `x.T @ low` in f32, each None where its argument is; one of them is there.
 
     Args:
         x: bf16 or f16, M a multiple of tiles.rows, N of 2 * tiles.columns.
@@ -209,7 +215,7 @@ def one_pass(
     )
     sums = [part.sum(axis=0) for part in results]
     product = sums.pop(0) if factor is not None else None
-    return product, sums.pop().T if low is not None else None
+    return product, sums.pop() if low is not None else None
 
 
 def _add_product(total, a, b, staged: bool):

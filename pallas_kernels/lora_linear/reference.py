@@ -8,8 +8,8 @@ two products of XLA's, in mosaic_gpu.py one pass.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -40,16 +40,31 @@ class Projection(NamedTuple):
 
 
 Keys = tuple[Key[Array, ""], ...] | None
-Narrow = Callable[[Array, Array | None, Array | None], tuple[Any, Any]]
-"""`narrow_products` of an implementation."""
+
+
+class Narrow(Protocol):
+    """`narrow_products` of an implementation."""
+
+    def __call__(self, x: Array, factor: Array | None, low: Array | None, *, rank_first: bool = False) -> Any:
+        """As reference.narrow_products."""
+        ...
 
 
 def narrow_products(
-    x: Float[Array, "*B N"], factor: Float[Array, "R N"] | None, low: Float[Array, "*B R"] | None
-) -> tuple[Float[Array, "*B R"] | None, Float[Array, "R N"] | None]:
-    """Return `x @ factor.T` and `low.T @ x`, summed in f32 and left so; each None where its argument is."""
+    x: Float[Array, "*B N"],
+    factor: Float[Array, "R N"] | None,
+    low: Float[Array, "*B R"] | None,
+    *,
+    rank_first: bool = False,
+) -> tuple[Float[Array, "*B R"] | None, Float[Array, "N R"] | Float[Array, "R N"] | None]:
+    """Return `x @ factor.T` and `x.T @ low`, summed in f32 and left so; each None where its argument is.
+
+    `rank_first` asks for the second as (R, N), made so: XLA for CPUs has no bf16 product whose result it transposes.
+    """
     product = None if factor is None else _f32_product("...n,rn->...r", x, factor)
-    return product, None if low is None else _f32_product("...r,...n->rn", low, x)
+    if low is None:
+        return product, None
+    return product, _f32_product(*(("...r,...n->rn", low, x) if rank_first else ("...n,...r->nr", x, low)))
 
 
 def drop(x: Float[Array, "*B I"], rate: float, key: Key[Array, ""] | None) -> Float[Array, "*B I"]:
@@ -103,17 +118,17 @@ def backward(
     for one in adapters:
         dlow, db = narrow(dys[one.layer], one.b.T.astype(x.dtype), low[..., one.columns])
         dlows.append((one.scale * dlow).astype(x.dtype))
-        dbs.append(db.T)
+        dbs.append(db)
     if keys is None:
         dlow = jnp.concatenate(dlows, axis=-1)
-        da = narrow(x, None, dlow)[1]
+        da = narrow(x, None, dlow, rank_first=True)[1]
         das = [da[one.columns] for one in adapters]
         dx = _gradient_of_x(dlow, adapters, layers, dys)
     else:
         dx, das = sum(_bases(layers, dys), start=jnp.zeros((), x.dtype)), []
         for one, dlow in zip(adapters, dlows):
             key = keys[one.layer]
-            das.append(narrow(drop(x, rate, key), None, dlow)[1])
+            das.append(narrow(drop(x, rate, key), None, dlow, rank_first=True)[1])
             dx += drop(jnp.einsum("...r,ri->...i", dlow, one.a.astype(x.dtype)), rate, key)
     found = {one.layer: (da.astype(one.a.dtype), db.astype(one.b.dtype)) for one, da, db in zip(adapters, das, dbs)}
     return dx, [found.get(i) for i in range(len(layers))]
