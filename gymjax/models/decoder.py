@@ -25,7 +25,7 @@ from pallas_kernels.lora_linear import LOW_NAME
 
 INPUT_NAME = "layer_input"
 SMALL_NAMES = (LOW_NAME,)  # kept whatever is recomputed: a hundredth of a layer's input
-SAVED_NAMES = (*SMALL_NAMES, "q", "k", "v", "attention", "attention_lse", "gate", "up")
+SAVED_NAMES = (*SMALL_NAMES, "q", "k", "v", "attention", "attention_lse", "middle", "gate", "up")
 REMAT = ("none", "full", "selective", "offload")
 
 

@@ -136,13 +136,13 @@ def _lora_linears(
 def _lora_linears_fwd(
     rate: float, chosen: Implementation, x: Array, layers: tuple[Projection, ...], keys: reference.Keys
 ) -> tuple[tuple[Array, ...], tuple]:
-    ys, low = reference.forward(x, layers, rate, keys, _NARROW[chosen])
-    return ys, (x, low, layers, keys)
+    ys, kept = reference.forward(x, layers, rate, keys, _NARROW[chosen])
+    return ys, (kept, layers, keys)
 
 
 def _lora_linears_bwd(rate: float, chosen: Implementation, residuals: tuple, dys: tuple[Array, ...]) -> tuple:
-    x, low, layers, keys = residuals
-    dx, of_adapters = reference.backward(x, low, layers, rate, keys, dys, _NARROW[chosen])
+    kept, layers, keys = residuals
+    dx, of_adapters = reference.backward(kept, layers, rate, keys, dys, _NARROW[chosen])
     frozen: Any = None
     none = (None, None)
     return dx, tuple(Projection(frozen, *(grads or none), frozen) for grads in of_adapters), None

@@ -67,18 +67,19 @@ def narrow_products(
     factor: Float[Array, "R N"] | None,
     low: Float[Array, "*B R"] | None,
     *,
+    width: int | None = None,
     rank_first: bool = False,
 ) -> tuple[Float[Array, "*B R"] | None, Float[Array, "N R"] | Float[Array, "R N"] | None]:
     """As reference.narrow_products, in one pass over x; by XLA where tiles are not whole or the rank is too large."""
-    tiles, leading, width = NarrowTiles(), x.shape[:-1], x.shape[-1]
+    tiles, leading, width = NarrowTiles(), x.shape[:-1], width or x.shape[-1]
     rank = next(array for array in (low, None if factor is None else factor.T) if array is not None).shape[-1]
     more = -rank % _MULTIPLE
     rows = math.prod(leading)
     if rows % tiles.rows or width % (WARPGROUPS * tiles.columns) or rank + more > MAX_RANK:
-        return reference.narrow_products(x, factor, low, rank_first=rank_first)
+        return reference.narrow_products(x, factor, low, width=width, rank_first=rank_first)
     wide_factor = None if factor is None else jnp.pad(factor, ((0, more), (0, 0)))
     wide_low = None if low is None else jnp.pad(low.reshape(rows, rank), ((0, 0), (0, more)))
-    product, gradient = one_pass(x.reshape(rows, width), wide_factor, wide_low, tiles)
+    product, gradient = one_pass(x.reshape(rows, x.shape[-1]), wide_factor, wide_low, tiles, width)
     product = None if product is None else product[:, :rank].reshape(*leading, rank)
     if gradient is None:
         return product, None
@@ -90,6 +91,7 @@ def one_pass(
     factor: Float[Array, "R N"] | None,
     low: Float[Array, "M R"] | None,
     tiles: NarrowTiles,
+    width: int | None = None,
 ) -> tuple[Float[Array, "M R"] | None, Float[Array, "N R"] | None]:
     """The kernel: `x @ factor.T` and `x.T @ low` in f32, each None where its argument is; one of them is there.
 
@@ -98,8 +100,9 @@ def one_pass(
         factor: x.dtype, R at most MAX_RANK and a multiple of 8.
         low: x.dtype, likewise.
         tiles: how the work is cut.
+        width: N where x has more columns, which are not read.
     """
-    rows, width = x.shape
+    rows, width = x.shape[0], width or x.shape[1]
     low_RM = None if low is None else low.T
     given = [array for array in (factor, low_RM) if array is not None]
     rank = given[0].shape[0]

@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Key
 from pallas_kernels.nf4_linear import NF4Weight, dense
 
 ALIGNMENT = 16  # elements; joined widths stay multiples of it, as the tensor cores' loads want them
+ROOM = 64  # elements; what is joined to x is padded to a multiple, so that the copy engine takes whole tiles of the rest
 LOW_NAME = "lora_low"  # of what the backward needs and is small, for rematerialisation policies that keep it
 
 
@@ -45,7 +46,9 @@ Keys = tuple[Key[Array, ""], ...] | None
 class Narrow(Protocol):
     """`narrow_products` of an implementation."""
 
-    def __call__(self, x: Array, factor: Array | None, low: Array | None, *, rank_first: bool = False) -> Any:
+    def __call__(
+        self, x: Array, factor: Array | None, low: Array | None, *, width: int | None = None, rank_first: bool = False
+    ) -> Any:
         """As reference.narrow_products."""
         ...
 
@@ -55,12 +58,19 @@ def narrow_products(
     factor: Float[Array, "R N"] | None,
     low: Float[Array, "*B R"] | None,
     *,
+    width: int | None = None,
     rank_first: bool = False,
 ) -> tuple[Float[Array, "*B R"] | None, Float[Array, "N R"] | Float[Array, "R N"] | None]:
     """Return `x @ factor.T` and `x.T @ low`, summed in f32 and left so; each None where its argument is.
 
-    `rank_first` asks for the second as (R, N), made so: XLA for CPUs has no bf16 product whose result it transposes.
+    Args:
+        x: the wide array, or one whose first `width` columns are it.
+        factor: few rows as wide as x.
+        low: few columns as long as x.
+        width: N, None for all columns of x.
+        rank_first: ask for the second as (R, N), made so: XLA for CPUs has no bf16 product whose result it transposes.
     """
+    x = x[..., :width]
     product = None if factor is None else _f32_product("...n,rn->...r", x, factor)
     if low is None:
         return product, None
@@ -85,27 +95,46 @@ class Adapter(NamedTuple):
     columns: slice
 
 
+class Kept(NamedTuple):
+    """What the backward needs of the forward.
+
+    Attributes:
+        x: (*B, I or more), the input in its first columns.
+        low: (*B, P), see `forward`.
+    """
+
+    x: Float[Array, "*B I+"]
+    low: Float[Array, "*B P"]
+
+
 def forward(
     x: Float[Array, "*B I"], layers: Sequence[Projection], rate: float, keys: Keys, narrow: Narrow = narrow_products
-) -> tuple[tuple[Array, ...], Float[Array, "*B P"]]:
-    """Return each layer's product, and every `scale * drop(x) @ a.T` side by side in x.dtype, padded to ALIGNMENT."""
-    adapters = _adapters(layers)
-    low = checkpoint_name(_low_products(x, adapters, rate, keys, narrow), LOW_NAME)
+) -> tuple[tuple[Array, ...], Kept]:
+    """Return each layer's product, and what the backward needs.
+
+    That is every `scale * drop(x) @ a.T` side by side in x.dtype, padded to ALIGNMENT, and x. Where operands are
+    joined, x is written with room for the low products behind it, which go there afterwards, so that it is not copied.
+    """
+    adapters, width = _adapters(layers), x.shape[-1]
     rows, outs = math.prod(x.shape[:-1]), sum(layer.w.shape[0] for layer in layers)
-    if rows * x.shape[-1] + sum(_copied(layer.w) for layer in layers) < rows * outs:
-        x = jnp.concatenate([x, low], axis=-1)
+    ranks = sum(one.a.shape[0] for one in adapters)
+    room = ranks + -ranks % ROOM
+    join = rows * width + sum(_copied(layer.w) for layer in layers) < rows * outs
+    wide = _pad_last(x, room) if join else x
+    low = checkpoint_name(_low_products(x, wide, adapters, rate, keys, narrow), LOW_NAME)
+    if join:
+        wide = jax.lax.dynamic_update_slice_in_dim(wide, low, width, axis=-1)
         ups = {one.layer: one for one in adapters}
-        ws = (_join_up(layer.w, ups.get(i), low.shape[-1], x.dtype) for i, layer in enumerate(layers))
-        return tuple(jnp.einsum("...i,oi->...o", x, w) for w in ws), low
+        ws = (_join_up(layer.w, ups.get(i), room, x.dtype) for i, layer in enumerate(layers))
+        return tuple(jnp.einsum("...i,oi->...o", wide, w) for w in ws), Kept(wide, low)
     ys = [jnp.einsum("...i,oi->...o", x, dense(layer.w, x.dtype)) for layer in layers]
     for one in adapters:
         ys[one.layer] += jnp.einsum("...r,or->...o", low[..., one.columns], one.b.astype(x.dtype))
-    return tuple(ys), low
+    return tuple(ys), Kept(wide, low)
 
 
 def backward(
-    x: Float[Array, "*B I"],
-    low: Float[Array, "*B P"],
+    kept: Kept,
     layers: Sequence[Projection],
     rate: float,
     keys: Keys,
@@ -113,7 +142,7 @@ def backward(
     narrow: Narrow = narrow_products,
 ) -> tuple[Array, list[tuple[Array, Array] | None]]:
     """Return the gradient of x, and those of each layer's a and b, summed in f32, or None."""
-    adapters = _adapters(layers)
+    (x, low), adapters, width = kept, _adapters(layers), layers[0].w.shape[1]
     dlows, dbs = [], []
     for one in adapters:
         dlow, db = narrow(dys[one.layer], one.b.T.astype(x.dtype), low[..., one.columns])
@@ -121,14 +150,14 @@ def backward(
         dbs.append(db)
     if keys is None:
         dlow = jnp.concatenate(dlows, axis=-1)
-        da = narrow(x, None, dlow, rank_first=True)[1]
+        da = narrow(x, None, dlow, width=width, rank_first=True)[1]
         das = [da[one.columns] for one in adapters]
         dx = _gradient_of_x(dlow, adapters, layers, dys)
     else:
         dx, das = sum(_bases(layers, dys), start=jnp.zeros((), x.dtype)), []
         for one, dlow in zip(adapters, dlows):
             key = keys[one.layer]
-            das.append(narrow(drop(x, rate, key), None, dlow, rank_first=True)[1])
+            das.append(narrow(drop(x[..., :width], rate, key), None, dlow, rank_first=True)[1])
             dx += drop(jnp.einsum("...r,ri->...i", dlow, one.a.astype(x.dtype)), rate, key)
     found = {one.layer: (da.astype(one.a.dtype), db.astype(one.b.dtype)) for one, da, db in zip(adapters, das, dbs)}
     return dx, [found.get(i) for i in range(len(layers))]
@@ -164,12 +193,13 @@ def _adapters(layers: Sequence[Projection]) -> list[Adapter]:
 
 
 def _low_products(
-    x: Array, adapters: Sequence[Adapter], rate: float, keys: Keys, narrow: Narrow
+    x: Array, wide: Array, adapters: Sequence[Adapter], rate: float, keys: Keys, narrow: Narrow
 ) -> Float[Array, "*B P"]:
+    """`scale * drop(x) @ a.T` of all adapters; `wide` has x in its first columns."""
     downs = [one.a.astype(x.dtype) for one in adapters]
     scales = jnp.concatenate([jnp.full(one.a.shape[0], one.scale) for one in adapters])
     if keys is None:
-        low = narrow(x, jnp.concatenate(downs), None)[0]
+        low = narrow(wide, jnp.concatenate(downs), None, width=x.shape[-1])[0]
     else:
         inputs = [drop(x, rate, keys[one.layer]) for one in adapters]
         low = jnp.concatenate([narrow(*each, None)[0] for each in zip(inputs, downs)], axis=-1)
