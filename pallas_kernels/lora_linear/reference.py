@@ -20,7 +20,9 @@ from jaxtyping import Array, Float, Key
 from pallas_kernels.nf4_linear import NF4Weight, dense
 
 ALIGNMENT = 16  # elements; joined widths stay multiples of it, as the tensor cores' loads want them
-ROOM = 64  # elements; what is joined to x is padded to a multiple, so that the copy engine takes whole tiles of the rest
+ROOM = (
+    64  # elements; what is joined to x is padded to a multiple, so that the copy engine takes whole tiles of the rest
+)
 LOW_NAME = "lora_low"  # of what the backward needs and is small, for rematerialisation policies that keep it
 
 
