@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key
 
-from pallas_kernels.nf4_linear import NF4Weight, dense
+from pallas_kernels import Implementation
+from pallas_kernels.nf4_linear import NF4Weight, dense, join
 
 ALIGNMENT = 16  # elements; joined widths stay multiples of it, as the tensor cores' loads want them
 
@@ -57,18 +57,26 @@ class Adapter(NamedTuple):
 
 
 def forward(
-    x: Float[Array, "*B I"], layers: Sequence[Projection], rate: float, keys: Keys
+    x: Float[Array, "*B I"],
+    layers: Sequence[Projection],
+    rate: float,
+    keys: Keys,
+    implementation: Implementation | None = "xla",
 ) -> tuple[tuple[Array, ...], Float[Array, "*B P"]]:
-    """Return each layer's product, and every `scale * drop(x) @ a.T` side by side in x.dtype, padded to ALIGNMENT."""
+    """Return each layer's product, and every `scale * drop(x) @ a.T` side by side in x.dtype, padded to ALIGNMENT.
+
+    `implementation` is nf4_linear's, which unpacks packed weights.
+    """
     adapters = _adapters(layers)
     low = _low_products(x, adapters, rate, keys)
     rows, outs = math.prod(x.shape[:-1]), sum(layer.w.shape[0] for layer in layers)
     if rows * x.shape[-1] + sum(_copied(layer.w) for layer in layers) < rows * outs:
         x = jnp.concatenate([x, low], axis=-1)
         ups = {one.layer: one for one in adapters}
-        ws = (_join_up(layer.w, ups.get(i), low.shape[-1], x.dtype) for i, layer in enumerate(layers))
+        ws = (_join_up(layer.w, ups.get(i), low, implementation) for i, layer in enumerate(layers))
         return tuple(jnp.einsum("...i,oi->...o", x, w) for w in ws), low
-    ys = [jnp.einsum("...i,oi->...o", x, dense(layer.w, x.dtype)) for layer in layers]
+    ws = (dense(layer.w, x.dtype, implementation=implementation) for layer in layers)
+    ys = [jnp.einsum("...i,oi->...o", x, w) for w in ws]
     for one in adapters:
         ys[one.layer] += jnp.einsum("...r,or->...o", low[..., one.columns], one.b.astype(x.dtype))
     return tuple(ys), low
@@ -81,6 +89,7 @@ def backward(
     rate: float,
     keys: Keys,
     dys: Sequence[Float[Array, "*B O"]],
+    implementation: Implementation | None = "xla",
 ) -> tuple[Array, list[tuple[Array, Array] | None]]:
     """Return the gradient of x, and those of each layer's a and b, summed in f32, or None."""
     adapters = _adapters(layers)
@@ -93,9 +102,9 @@ def backward(
         dlow = jnp.concatenate(dlows, axis=-1)
         da = _f32_product("...r,...i->ri", dlow, x)
         das = [da[one.columns] for one in adapters]
-        dx = _gradient_of_x(dlow, adapters, layers, dys)
+        dx = _gradient_of_x(dlow, adapters, layers, dys, implementation)
     else:
-        dx, das = sum(_bases(layers, dys), start=jnp.zeros((), x.dtype)), []
+        dx, das = sum(_bases(layers, dys, implementation), start=jnp.zeros((), x.dtype)), []
         for one, dlow in zip(adapters, dlows):
             key = keys[one.layer]
             das.append(_f32_product("...r,...i->ri", dlow, drop(x, rate, key)))
@@ -105,23 +114,29 @@ def backward(
 
 
 def _gradient_of_x(
-    dlow: Array, adapters: Sequence[Adapter], layers: Sequence[Projection], dys: Sequence[Array]
+    dlow: Array,
+    adapters: Sequence[Adapter],
+    layers: Sequence[Projection],
+    dys: Sequence[Array],
+    implementation: Implementation | None,
 ) -> Array:
     """Sum over layers and adapters; the adapters' part joins the narrowest layer's product, or is added."""
-    dtype, a = dlow.dtype, jnp.concatenate([one.a.astype(dlow.dtype) for one in adapters])
+    a = jnp.concatenate([one.a.astype(dlow.dtype) for one in adapters])
     rows, width = math.prod(dlow.shape[:-1]), a.shape[1]
     copied = [rows * layer.w.shape[0] + _copied(layer.w) for layer in layers]
     if min(copied) >= rows * width:
-        return sum(_bases(layers, dys), start=jnp.einsum("...r,ri->...i", dlow, a))
+        return sum(_bases(layers, dys, implementation), start=jnp.einsum("...r,ri->...i", dlow, a))
     at, spare = copied.index(min(copied)), -dlow.shape[-1] % ALIGNMENT
     dy = jnp.concatenate([dys[at], _pad_last(dlow, spare)], axis=-1)
-    w = jnp.concatenate([dense(layers[at].w, dtype), jnp.pad(a, ((0, spare), (0, 0)))])
+    w = join(layers[at].w, jnp.pad(a, ((0, spare), (0, 0))), 0, implementation=implementation)
     others = [i for i in range(len(layers)) if i != at]
-    return sum(_bases([layers[i] for i in others], [dys[i] for i in others]), start=jnp.einsum("...o,oi->...i", dy, w))
+    rest = _bases([layers[i] for i in others], [dys[i] for i in others], implementation)
+    return sum(rest, start=jnp.einsum("...o,oi->...i", dy, w))
 
 
-def _bases(layers: Sequence[Projection], dys: Sequence[Array]) -> list[Array]:
-    return [jnp.einsum("...o,oi->...i", dy, dense(layer.w, dy.dtype)) for layer, dy in zip(layers, dys, strict=True)]
+def _bases(layers: Sequence[Projection], dys: Sequence[Array], implementation: Implementation | None) -> list[Array]:
+    ws = (dense(layer.w, dy.dtype, implementation=implementation) for layer, dy in zip(layers, dys, strict=True))
+    return [jnp.einsum("...o,oi->...i", dy, w) for dy, w in zip(dys, ws)]
 
 
 def _adapters(layers: Sequence[Projection]) -> list[Adapter]:
@@ -145,13 +160,14 @@ def _low_products(x: Array, adapters: Sequence[Adapter], rate: float, keys: Keys
     return _pad_last(low, -low.shape[-1] % ALIGNMENT)
 
 
-def _join_up(w: Array | NF4Weight, one: Adapter | None, width: int, dtype: DTypeLike) -> Float[Array, "O IP"]:
+def _join_up(
+    w: Array | NF4Weight, one: Adapter | None, low: Array, implementation: Implementation | None
+) -> Float[Array, "O IP"]:
     """[w, b], with b in its columns of the joined input and zeros in the other layers'."""
-    base = dense(w, dtype)
-    if one is None:
-        return jnp.pad(base, ((0, 0), (0, width)))
-    b = jnp.pad(one.b.astype(dtype), ((0, 0), (one.columns.start, width - one.columns.stop)))
-    return jnp.concatenate([base, b], axis=1)
+    columns = jnp.zeros((w.shape[0], low.shape[-1]), low.dtype)
+    if one is not None:
+        columns = columns.at[:, one.columns].set(one.b.astype(low.dtype))
+    return join(w, columns, 1, implementation=implementation)
 
 
 def _copied(w: Array | NF4Weight) -> int:

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -9,13 +10,22 @@ import numpy as np
 from jaxtyping import Array, Float, UInt8
 
 from pallas_kernels import Implementation, _dispatch
-from pallas_kernels.nf4_linear import reference
+from pallas_kernels.nf4_linear import mosaic_gpu, reference
 from pallas_kernels.nf4_linear.reference import DYNAMIC_CODE, NESTED_BLOCK, NF4_CODE
 
-__all__ = ["DYNAMIC_CODE", "NF4_CODE", "NF4Weight", "dense", "dequantize", "explain", "nf4_linear"]
+__all__ = [
+    "DYNAMIC_CODE",
+    "NF4_CODE",
+    "NF4Weight",
+    "dense",
+    "dequantize",
+    "explain",
+    "join",
+    "nf4_linear",
+    "refuses",
+]
 
 _DTYPES = ("bfloat16", "float32", "float16")
-_REFUSALS: _dispatch.Refusals = {"xla": None}
 
 
 @jax.tree_util.register_dataclass
@@ -47,33 +57,62 @@ class NF4Weight:
     dtype: str = field(default="bfloat16", metadata={"static": True})
 
 
-def dequantize(w: NF4Weight, dtype: jax.typing.DTypeLike | None = None) -> Float[Array, "*L O I"]:
+def dequantize(
+    w: NF4Weight, dtype: jax.typing.DTypeLike | None = None, *, implementation: Implementation | None = None
+) -> Float[Array, "*L O I"]:
     """Return the weight as an array, rounded once from f32 as bitsandbytes does.
 
     Args:
         w: the packed weight; leading (stacked) axes are kept.
         dtype: of the result; None for the one that w names.
+        implementation: "mosaic_gpu", "xla", or None for the fastest that accepts the arguments on this device.
 
     Returns:
         The (O, I) array.
 
     Raises:
         ValueError: w's arrays do not fit its shape and block size.
+        NotImplementedError: the named implementation refuses these arguments; the message says why.
     """
-    _check_weight(w)
-    return reference.dequantize(
-        w.codes, w.absmax, w.nested_absmax, w.offset, w.shape, w.block_size, dtype=jnp.dtype(dtype or w.dtype)
-    )
+    return _dequantize(w, jnp.dtype(dtype or w.dtype), implementation)
 
 
-def dense(w: Float[Array | np.ndarray, "*L O I"] | NF4Weight, dtype: jax.typing.DTypeLike) -> Float[Array, "*L O I"]:
+def dense(
+    w: Float[Array | np.ndarray, "*L O I"] | NF4Weight,
+    dtype: jax.typing.DTypeLike,
+    *,
+    implementation: Implementation | None = None,
+) -> Float[Array, "*L O I"]:
     """The array that a weight stands for, whatever it is stored as; leading axes are kept.
 
     Args:
         w: an array or a packed weight.
         dtype: of the result.
+        implementation: as in `dequantize`.
     """
-    return dequantize(w, dtype) if isinstance(w, NF4Weight) else jnp.asarray(w, dtype)
+    return dequantize(w, dtype, implementation=implementation) if isinstance(w, NF4Weight) else jnp.asarray(w, dtype)
+
+
+def join(
+    w: Float[Array | np.ndarray, "O I"] | NF4Weight,
+    more: Float[Array, "R C"],
+    axis: int,
+    *,
+    implementation: Implementation | None = None,
+) -> Float[Array, "O_R I_C"]:
+    """`concatenate([dense(w), more], axis)` in more's dtype, without a second copy of a packed weight.
+
+    Args:
+        w: an array or a packed weight, of one layer.
+        more: rows (axis 0) or columns (axis 1) that follow w's.
+        axis: 0 or 1.
+        implementation: as in `dequantize`.
+    """
+    if not isinstance(w, NF4Weight) or _choose(w, more.dtype, implementation) == "xla":
+        return jnp.concatenate([dense(w, more.dtype, implementation=implementation), more], axis)
+    room = (more.shape[0], 0) if axis == 0 else (0, more.shape[1])
+    start = (w.shape[0], 0) if axis == 0 else (0, w.shape[1])
+    return jax.lax.dynamic_update_slice(_dequantize(w, more.dtype, implementation, room), more, start)
 
 
 def nf4_linear(
@@ -87,14 +126,14 @@ def nf4_linear(
     Args:
         x: f32, bf16 or f16, any leading axes; the weight is dequantized to this dtype.
         w: the packed weight of one layer, without leading axes.
-        implementation: "xla", or None for the fastest that accepts the arguments on this device.
+        implementation: "mosaic_gpu", "xla", or None for the fastest that accepts the arguments on this device.
 
     Returns:
         The product in x.dtype.
 
     Raises:
         ValueError: x's width differs from the weight's, or the weight's arrays do not fit its shape.
-        NotImplementedError: the named implementation does not exist for this operation.
+        NotImplementedError: the named implementation refuses these arguments; the message says why.
     """
     _check_weight(w)
     if w.codes.ndim != 1:
@@ -103,13 +142,37 @@ def nf4_linear(
         raise ValueError(
             f"nf4_linear: x must be floating-point of width {w.shape[1]} to meet w {w.shape}; got {x.dtype}{x.shape}"
         )
-    _dispatch.choose("nf4_linear", implementation, _REFUSALS)
-    return _nf4_linear(x, w)
+    return _nf4_linear(_choose(w, x.dtype, implementation), x, w)
 
 
-def explain() -> str:
-    """Say which implementation runs."""
-    return _dispatch.explain("nf4_linear", _REFUSALS)
+def explain(w: NF4Weight | None = None, dtype: jax.typing.DTypeLike = jnp.bfloat16) -> str:
+    """Say which implementation runs for a weight and dtype, or for one that no kernel refuses, and why."""
+    return _dispatch.explain("nf4_linear", _refusals(w, dtype))
+
+
+def refuses(w: NF4Weight, dtype: jax.typing.DTypeLike) -> str | None:
+    """Return why "mosaic_gpu" cannot decode w to dtype on the default device, or None."""
+    stacked = {"layers": math.prod(w.codes.shape[:-1]), "double": w.nested_absmax is not None}
+    return mosaic_gpu.refuses(w.shape, w.block_size, dtype, **stacked)
+
+
+def _refusals(w: NF4Weight | None, dtype: jax.typing.DTypeLike) -> _dispatch.Refusals:
+    ours = mosaic_gpu.refuses((64, 2048), 64, dtype) if w is None else refuses(w, dtype)
+    return {"mosaic_gpu": ours, "xla": None}
+
+
+def _choose(w: NF4Weight, dtype: jax.typing.DTypeLike, wanted: Implementation | None) -> Implementation:
+    return _dispatch.choose("nf4_linear", wanted, _refusals(w, dtype))
+
+
+def _dequantize(
+    w: NF4Weight, dtype: jnp.dtype, implementation: Implementation | None, room: tuple[int, int] = (0, 0)
+) -> Array:
+    _check_weight(w)
+    arrays = w.codes, w.absmax, w.nested_absmax, w.offset
+    if _choose(w, dtype, implementation) == "mosaic_gpu":
+        return mosaic_gpu.dequantize(*arrays, w.shape, dtype, room=room)
+    return reference.dequantize(*arrays, w.shape, w.block_size, dtype=dtype)
 
 
 def _check_weight(w: NF4Weight) -> None:
@@ -135,17 +198,17 @@ def _check_weight(w: NF4Weight) -> None:
             )
 
 
-@jax.custom_vjp
-def _nf4_linear(x: Array, w: NF4Weight) -> Array:
-    return jnp.einsum("...i,oi->...o", x, dequantize(w, x.dtype))
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _nf4_linear(implementation: Implementation, x: Array, w: NF4Weight) -> Array:
+    return jnp.einsum("...i,oi->...o", x, dequantize(w, x.dtype, implementation=implementation))
 
 
-def _nf4_linear_fwd(x: Array, w: NF4Weight) -> tuple[Array, NF4Weight]:
-    return _nf4_linear(x, w), w
+def _nf4_linear_fwd(implementation: Implementation, x: Array, w: NF4Weight) -> tuple[Array, NF4Weight]:
+    return _nf4_linear(implementation, x, w), w
 
 
-def _nf4_linear_bwd(w: NF4Weight, dy: Array) -> tuple[Array, None]:
-    return jnp.einsum("...o,oi->...i", dy, dequantize(w, dy.dtype)), None
+def _nf4_linear_bwd(implementation: Implementation, w: NF4Weight, dy: Array) -> tuple[Array, None]:
+    return jnp.einsum("...o,oi->...i", dy, dequantize(w, dy.dtype, implementation=implementation)), None
 
 
 _nf4_linear.defvjp(_nf4_linear_fwd, _nf4_linear_bwd)

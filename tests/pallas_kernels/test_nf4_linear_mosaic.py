@@ -1,0 +1,127 @@
+"""The NF4 kernels for Hopper in the GPU interpreter, with race detection, and what lowers for the GPU.
+
+The interpreter runs no inline assembly: `staged=True` decodes by array operations instead. The assembly itself is
+checked on the GPU by scripts/check_nf4.py.
+"""
+
+import math
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.nf4_linear import NF4Weight, dequantize, explain, join, mosaic_gpu, nf4_linear
+from pallas_kernels.nf4_linear.cases import random_weight
+
+
+def make_weight(shape: tuple[int, int], *, leading: tuple[int, ...] = (), double_quant: bool = True) -> NF4Weight:
+    """Every byte occurs, and scales of all sizes."""
+    rng = np.random.default_rng(shape[0])
+    size = math.prod(shape)
+    blocks = size // 64
+    codes = np.resize(rng.permutation(256).astype(np.uint8), (*leading, size // 2))
+    if not double_quant:
+        return NF4Weight(codes, rng.lognormal(0, 5, (*leading, blocks)).astype(np.float32), None, None, shape)
+    absmax = rng.integers(0, 256, (*leading, blocks), dtype=np.uint8)
+    nested = rng.lognormal(0, 5, (*leading, -(-blocks // 256))).astype(np.float32)
+    return NF4Weight(codes, absmax, nested, rng.normal(size=leading).astype(np.float32), shape)
+
+
+def interpreted(w: NF4Weight, dtype: str, capfd: pytest.CaptureFixture, **options) -> np.ndarray:
+    arrays = (None if x is None else jnp.asarray(x) for x in (w.codes, w.absmax, w.nested_absmax, w.offset))
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+        got = np.asarray(mosaic_gpu.dequantize(*arrays, w.shape, dtype, staged=True, **options))
+    assert "RACE" not in capfd.readouterr().out  # the interpreter goes on after it has said so
+    return got
+
+
+CASES = {
+    "a tile of long rows": (make_weight((4, 2048)), "bfloat16"),
+    "rows of several tiles, two nested blocks": (make_weight((16, 3072)), "bfloat16"),
+    "one block a row": (make_weight((256, 64)), "float16"),
+    "no double quantization": (make_weight((64, 384), double_quant=False), "bfloat16"),
+    "stacked layers": (make_weight((16, 1024), leading=(2, 3)), "bfloat16"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_interpreted_dequantization_is_exact(name: str, capfd: pytest.CaptureFixture) -> None:
+    w, dtype = CASES[name]
+    got, want = interpreted(w, dtype, capfd), np.asarray(dequantize(w, dtype))
+    assert got.dtype == want.dtype
+    np.testing.assert_array_equal(got.view(np.uint16), want.view(np.uint16))  # bit for bit: no tolerance
+
+
+@pytest.mark.parametrize("room", [(16, 0), (0, 32)])
+def test_a_larger_result_has_the_weight_in_its_corner(room: tuple[int, int], capfd: pytest.CaptureFixture) -> None:
+    w = make_weight((64, 256))
+    got = interpreted(w, "bfloat16", capfd, room=room)
+    assert got.shape == (64 + room[0], 256 + room[1])
+    np.testing.assert_array_equal(got[:64, :256], dequantize(w))
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_joining_is_concatenating(axis: int) -> None:
+    w = make_weight((64, 256))
+    more = jnp.ones((16, 256) if axis == 0 else (64, 16), jnp.bfloat16)
+    want = np.concatenate([dequantize(w), more], axis)
+    np.testing.assert_array_equal(join(w, more, axis), want)
+    np.testing.assert_array_equal(join(dequantize(w), more, axis), want)
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pallas_kernels._platform.compute_capability", lambda: (9, 0))
+    monkeypatch.setattr("pallas_kernels._platform.miscompiles", lambda: None)
+
+
+def lowered(function, *args) -> str:
+    return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.usefixtures("hopper")
+def test_the_kernels_of_the_gpu_lower() -> None:
+    """What the interpreter cannot run, by the public functions, inside a scan over layers and under vmap too."""
+    w = make_weight((64, 2048))
+    stacked = make_weight((16, 1024), leading=(3,))
+    assert lowered(dequantize, w).count("@mosaic_gpu_v2") == 1
+    assert lowered(dequantize, stacked).count("@mosaic_gpu_v2") == 1
+    assert lowered(jax.vmap(dequantize), stacked).count("@mosaic_gpu_v2") == 1
+    text = lowered(lambda w, more: join(w, more, 1), w, jnp.zeros((64, 16), jnp.bfloat16))
+    assert text.count("@mosaic_gpu_v2") == text.count("dynamic_update_slice") == 1
+    assert "stablehlo.concatenate" not in text
+
+    def step(x: jax.Array, ws: NF4Weight) -> jax.Array:
+        def layer(h: jax.Array, w: NF4Weight) -> tuple[jax.Array, None]:
+            return nf4_linear(h, w) @ jnp.ones((16, 1024), h.dtype), None
+
+        return jax.grad(lambda x: jax.lax.scan(jax.checkpoint(layer), x, ws)[0].var())(x)
+
+    assert lowered(step, jnp.ones((8, 1024), jnp.bfloat16), stacked).count("@mosaic_gpu_v2") >= 2
+
+
+def test_refusals_say_why(monkeypatch: pytest.MonkeyPatch, hopper: None) -> None:
+    assert explain() == explain(make_weight((64, 2048))) == "nf4_linear: mosaic_gpu"
+    for w, dtype, reason in (
+        (make_weight((64, 2048)), "float32", "it makes bfloat16 or float16, and the dtype is float32"),
+        (make_weight((64, 96)), "bfloat16", "a row must be whole blocks of 64, and has 96 elements"),
+        (make_weight((6, 2048)), "bfloat16", "the rows of a weight of width 2048 must be a multiple of 4, and are 6"),
+        (make_weight((128, 64), leading=(2,)), "bfloat16", "stacked weights must have a multiple of 16384 elements"),
+        (NF4Weight(np.zeros(512, np.uint8), np.ones(32, np.float32), None, None, (1, 1024), 32), "bfloat16", "blocks"),
+    ):
+        assert explain(w, dtype).startswith(f"nf4_linear: xla (mosaic_gpu refuses: {reason}")
+        with pytest.raises(NotImplementedError, match=f"'mosaic_gpu' refuses: {reason}"):
+            dequantize(w, dtype, implementation="mosaic_gpu")
+    monkeypatch.setattr("jax.device_count", lambda: 2)
+    assert "it runs on one device, as XLA cannot split its work, and there are 2" in explain()
+    monkeypatch.setattr("pallas_kernels._platform.compute_capability", lambda: (8, 0))
+    assert "it needs Hopper (compute capability 9.0); this GPU has (8, 0)" in explain()
+
+
+def test_random_weights_of_real_models_are_accepted(hopper: None) -> None:
+    for shape in ((14336, 4096), (4096, 14336), (1024, 4096), (28672, 8192), (18944, 3584), (896, 4864), (256, 2048)):
+        assert explain(jax.eval_shape(lambda shape=shape: random_weight(jax.random.key(0), shape))) == (
+            "nf4_linear: mosaic_gpu"
+        )
