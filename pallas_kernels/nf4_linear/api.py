@@ -169,10 +169,9 @@ def _dequantize(
     w: NF4Weight, dtype: jnp.dtype, implementation: Implementation | None, room: tuple[int, int] = (0, 0)
 ) -> Array:
     _check_weight(w)
-    arrays = w.codes, w.absmax, w.nested_absmax, w.offset
     if _choose(w, dtype, implementation) == "mosaic_gpu":
-        return mosaic_gpu.dequantize(*arrays, w.shape, dtype, room=room)
-    return reference.dequantize(*arrays, w.shape, w.block_size, dtype=dtype)
+        return mosaic_gpu.dequantize(*_packed(w), w.shape, dtype, room=room)
+    return reference.dequantize(*_packed(w), w.shape, w.block_size, dtype=dtype)
 
 
 def _check_weight(w: NF4Weight) -> None:
@@ -200,6 +199,8 @@ def _check_weight(w: NF4Weight) -> None:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _nf4_linear(implementation: Implementation, x: Array, w: NF4Weight) -> Array:
+    if implementation == "mosaic_gpu":
+        return mosaic_gpu.linear(x, _packed(w), w.shape)
     return jnp.einsum("...i,oi->...o", x, dequantize(w, x.dtype, implementation=implementation))
 
 
@@ -208,7 +209,13 @@ def _nf4_linear_fwd(implementation: Implementation, x: Array, w: NF4Weight) -> t
 
 
 def _nf4_linear_bwd(implementation: Implementation, w: NF4Weight, dy: Array) -> tuple[Array, None]:
+    if implementation == "mosaic_gpu":
+        return mosaic_gpu.linear_transposed(dy, _packed(w), w.shape), None
     return jnp.einsum("...o,oi->...i", dy, dequantize(w, dy.dtype, implementation=implementation)), None
 
 
 _nf4_linear.defvjp(_nf4_linear_fwd, _nf4_linear_bwd)
+
+
+def _packed(w: NF4Weight) -> mosaic_gpu.Packed:
+    return w.codes, w.absmax, w.nested_absmax, w.offset

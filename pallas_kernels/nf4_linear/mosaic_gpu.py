@@ -1,8 +1,8 @@
-"""NF4 by this project's Hopper kernels: what they refuse, and dequantization at the speed of memory.
+"""NF4 by this project's Hopper kernels: what they refuse, dequantization at the speed of memory, and the products.
 
-A tile of the weight is a block of 128 threads, as many of them at a time as fit: each thread asks for its 32 bytes of
-codes and for one scale before it waits, and writes 8 elements at a time. No shared memory, no barrier but between the
-loads and their use; the hardware's queue of blocks is the schedule.
+Dequantization: a tile of the weight is a block of 128 threads, as many of them at a time as fit. Each thread asks for
+its 32 bytes of codes and for one scale before it waits, and writes 8 elements at a time. No shared memory, no barrier
+but between the loads and their use; the hardware's queue of blocks is the schedule.
 """
 
 import math
@@ -29,10 +29,15 @@ from pallas_kernels.nf4_linear.mosaic_gpu_decode import (
     load_scales,
     loads_first,
 )
+from pallas_kernels.nf4_linear.mosaic_gpu_matmul import WIDTH, MatmulTiles, choose_rows, multiply
 from pallas_kernels.nf4_linear.reference import NESTED_BLOCK
 
 WIDEST = 2048  # elements of a tile's row, which are 4 KiB of the result in one piece
 DTYPES = ("bfloat16", "float16")
+FUSED_ROWS = 2048  # of x, up to which decoding inside the product costs less than writing the decoded weight
+
+Packed = tuple[Array, Array, Array | None, Array | None]
+"""NF4Weight's codes, absmax, nested_absmax and offset, of one layer."""
 
 
 def refuses(
@@ -72,6 +77,48 @@ def tile_shape(shape: tuple[int, int]) -> tuple[int, int]:
     """Rows and columns of a tile of the weight: TILE elements, in rows as long as powers of two divide its width."""
     columns = math.gcd(shape[1], WIDEST)
     return TILE // columns, columns
+
+
+def linear(x: Float[Array, "*B I"], packed: Packed, shape: tuple[int, int]) -> Float[Array, "*B O"]:
+    """x @ W.T in x.dtype, the weight decoded inside the product where x has few rows."""
+    if fuses(math.prod(x.shape[:-1]), shape):
+        return fused(x, packed, shape, transpose=False)
+    return jnp.einsum("...i,oi->...o", x, dequantize(*packed, shape, x.dtype))
+
+
+def linear_transposed(dy: Float[Array, "*B O"], packed: Packed, shape: tuple[int, int]) -> Float[Array, "*B I"]:
+    """dy @ W in dy.dtype, likewise."""
+    if fuses(math.prod(dy.shape[:-1]), shape):
+        return fused(dy, packed, shape, transpose=True)
+    return jnp.einsum("...o,oi->...i", dy, dequantize(*packed, shape, dy.dtype))
+
+
+def fuses(rows: int, shape: tuple[int, int]) -> bool:
+    """Whether a product with so many rows decodes the weight itself."""
+    return rows <= FUSED_ROWS and shape[0] % WIDTH == 0 and shape[1] % WIDTH == 0
+
+
+def fused(x: Array, packed: Packed, shape: tuple[int, int], *, transpose: bool, tiles: MatmulTiles | None = None):
+    """x @ W.T, or x @ W with `transpose`, decoding the weight inside the product; x may have any leading axes."""
+    arrays = [array for array in packed if array is not None]
+
+    @custom_vmap
+    def run(x, *arrays):
+        rows, out = math.prod(x.shape[:-1]), shape[1] if transpose else shape[0]
+        sizes = tiles or MatmulTiles(rows=choose_rows(rows, out))
+        flat = jnp.pad(x.reshape(rows, x.shape[-1]), ((0, -rows % sizes.rows), (0, 0)))
+        nested = arrays[2:] or (None, None)
+        y = multiply(flat, *arrays[:2], *nested, shape=shape, transpose=transpose, tiles=sizes)
+        return y[:rows].reshape(*x.shape[:-1], out)
+
+    @run.def_vmap
+    def _more_rows(size: int, mapped: list[bool], *arrays):
+        if not any(mapped[1:]):
+            return run(*arrays), True
+        each = [x if is_mapped else jnp.broadcast_to(x, (size, *x.shape)) for x, is_mapped in zip(arrays, mapped)]
+        return lax.map(lambda one: run(*one), tuple(each)), True
+
+    return run(x, *arrays)
 
 
 def dequantize(

@@ -14,6 +14,7 @@ import pytest
 
 from pallas_kernels.nf4_linear import NF4Weight, dequantize, explain, join, mosaic_gpu, nf4_linear
 from pallas_kernels.nf4_linear.cases import random_weight
+from pallas_kernels.nf4_linear.mosaic_gpu_matmul import MatmulTiles
 
 
 def make_weight(shape: tuple[int, int], *, leading: tuple[int, ...] = (), double_quant: bool = True) -> NF4Weight:
@@ -125,3 +126,39 @@ def test_random_weights_of_real_models_are_accepted(hopper: None) -> None:
         assert explain(jax.eval_shape(lambda shape=shape: random_weight(jax.random.key(0), shape))) == (
             "nf4_linear: mosaic_gpu"
         )
+
+
+@pytest.mark.parametrize("transpose", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "rows", "tiles"),
+    [
+        ((256, 256), 256, MatmulTiles(rows=128, blocks=3, staged=True)),  # a block has two tiles, others one
+        ((128, 384), 70, MatmulTiles(rows=256, stages=2, blocks=1, staged=True)),  # ragged; one block does all
+    ],
+)
+def test_interpreted_products(
+    shape: tuple[int, int], rows: int, tiles: MatmulTiles, transpose: bool, capfd: pytest.CaptureFixture
+) -> None:
+    w = random_weight(jax.random.key(0), shape)
+    x = jax.random.normal(jax.random.key(1), (rows, shape[0] if transpose else shape[1]), jnp.bfloat16)
+    packed = (w.codes, w.absmax, w.nested_absmax, w.offset)
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+        got = np.asarray(mosaic_gpu.fused(x, packed, shape, transpose=transpose, tiles=tiles), np.float64)
+    assert "RACE" not in capfd.readouterr().out
+    dense = np.asarray(dequantize(w), np.float64)
+    want = np.asarray(x, np.float64) @ (dense if transpose else dense.T)
+    # The sum is in f32 and rounded once to bf16: at most half an ulp, 2^-9 of each element, and some f32 ulps.
+    np.testing.assert_allclose(got, want, rtol=2**-8, atol=1e-5 * np.abs(want).max())
+
+
+@pytest.mark.usefixtures("hopper")
+def test_few_rows_decode_inside_the_product() -> None:
+    w = random_weight(jax.random.key(0), (256, 256))
+
+    def gradient(x: jax.Array) -> jax.Array:
+        return jax.grad(lambda x: nf4_linear(x, w).var())(x)
+
+    for rows, products in ((70, 0), (2048, 0), (2176, 2)):
+        text = lowered(gradient, jnp.ones((rows, 256), jnp.bfloat16))
+        assert text.count("@mosaic_gpu_v2") == 2
+        assert text.count("stablehlo.dot_general") == products
