@@ -28,8 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from offline_h200 import mosaic_environment, tools
 
-from pallas_kernels import nf4_linear
 from pallas_kernels.flash_attention import mosaic_gpu
+from pallas_kernels.nf4_linear import mosaic_gpu as nf4
 from pallas_kernels.nf4_linear.cases import random_weight
 from pallas_kernels.nf4_linear.mosaic_gpu_matmul import MatmulTiles
 
@@ -143,14 +143,14 @@ def nf4_kernels():
         w = jax.eval_shape(lambda shape=shape: random_weight(jax.random.key(0), shape))
         packed = w.codes, w.absmax, w.nested_absmax, w.offset
         name = f"O{shape[0]}-I{shape[1]}"
-        unpack = functools.partial(nf4_linear.mosaic_gpu.dequantize, shape=shape, dtype=jnp.bfloat16)
+        unpack = functools.partial(nf4.dequantize, shape=shape, dtype=jnp.bfloat16)
         yield [f"nf4-dequantize-{name}"], unpack, packed, 0
         for transpose, rows in itertools.product((False, True), (256, 128)):
             x = jax.ShapeDtypeStruct((512, shape[0] if transpose else shape[1]), jnp.bfloat16)
 
             def product(x, *packed, shape=shape, transpose=transpose, rows=rows):
                 tiles = MatmulTiles(rows=rows)
-                return nf4_linear.mosaic_gpu.fused(x, packed, shape, transpose=transpose, tiles=tiles)
+                return nf4.fused(x, packed, shape, transpose=transpose, tiles=tiles)
 
             yield [f"nf4-{'dx' if transpose else 'forward'}-{rows}-{name}"], product, (x, *packed), 0
 

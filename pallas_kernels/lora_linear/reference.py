@@ -2,7 +2,8 @@
 
 Products with adapters are bracketed so that every intermediate has rank width. A base's product and its adapter's are
 summed in one of two ways, whichever moves fewer bytes: as one matrix product over joined operands, [x, low] @ [w, b].T,
-which copies x (and w, unless it is being unpacked anyway), or as two, the second of which is added to the first.
+which copies x (and w, unless it is being unpacked anyway), or as two, the second of which is added to the first. Where
+a kernel unpacks a weight inside the product, it adds the adapter's there.
 """
 
 import math
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
 from pallas_kernels import Implementation
-from pallas_kernels.nf4_linear import NF4Weight, dense, join
+from pallas_kernels.nf4_linear import NF4Weight, decodes_inside, join, product
 
 ALIGNMENT = 16  # elements; joined widths stay multiples of it, as the tensor cores' loads want them
 
@@ -70,15 +71,17 @@ def forward(
     adapters = _adapters(layers)
     low = _low_products(x, adapters, rate, keys)
     rows, outs = math.prod(x.shape[:-1]), sum(layer.w.shape[0] for layer in layers)
-    if rows * x.shape[-1] + sum(_copied(layer.w) for layer in layers) < rows * outs:
+    moves_less = rows * x.shape[-1] + sum(_copied(layer.w) for layer in layers) < rows * outs
+    ups = {one.layer: one for one in adapters}
+    if moves_less and not any(decodes_inside(x, layer.w, implementation) for layer in layers):
         x = jnp.concatenate([x, low], axis=-1)
-        ups = {one.layer: one for one in adapters}
         ws = (_join_up(layer.w, ups.get(i), low, implementation) for i, layer in enumerate(layers))
         return tuple(jnp.einsum("...i,oi->...o", x, w) for w in ws), low
-    ws = (dense(layer.w, x.dtype, implementation=implementation) for layer in layers)
-    ys = [jnp.einsum("...i,oi->...o", x, w) for w in ws]
-    for one in adapters:
-        ys[one.layer] += jnp.einsum("...r,or->...o", low[..., one.columns], one.b.astype(x.dtype))
+    ys = []
+    for i, layer in enumerate(layers):
+        one = ups.get(i)
+        extra = None if one is None else (low[..., one.columns], one.b.astype(x.dtype))
+        ys.append(product(x, layer.w, extra=extra, implementation=implementation))
     return tuple(ys), low
 
 
@@ -123,6 +126,14 @@ def _gradient_of_x(
     """Sum over layers and adapters; the adapters' part joins the narrowest layer's product, or is added."""
     a = jnp.concatenate([one.a.astype(dlow.dtype) for one in adapters])
     rows, width = math.prod(dlow.shape[:-1]), a.shape[1]
+    inside = [i for i, (layer, dy) in enumerate(zip(layers, dys)) if decodes_inside(dy, layer.w, implementation)]
+    if inside:
+        extra = {inside[0]: (dlow, a)}
+        parts = [
+            product(dy, layer.w, transpose=True, extra=extra.get(i), implementation=implementation)
+            for i, (layer, dy) in enumerate(zip(layers, dys))
+        ]
+        return sum(parts[1:], start=parts[0])
     copied = [rows * layer.w.shape[0] + _copied(layer.w) for layer in layers]
     if min(copied) >= rows * width:
         return sum(_bases(layers, dys, implementation), start=jnp.einsum("...r,ri->...i", dlow, a))
@@ -135,8 +146,8 @@ def _gradient_of_x(
 
 
 def _bases(layers: Sequence[Projection], dys: Sequence[Array], implementation: Implementation | None) -> list[Array]:
-    ws = (dense(layer.w, dy.dtype, implementation=implementation) for layer, dy in zip(layers, dys, strict=True))
-    return [jnp.einsum("...o,oi->...i", dy, w) for dy, w in zip(dys, ws)]
+    pairs = zip(layers, dys, strict=True)
+    return [product(dy, layer.w, transpose=True, implementation=implementation) for layer, dy in pairs]
 
 
 def _adapters(layers: Sequence[Projection]) -> list[Adapter]:

@@ -4,12 +4,26 @@ from pallas_kernels.nf4_linear.api import (
     DYNAMIC_CODE,
     NF4_CODE,
     NF4Weight,
+    decodes_inside,
     dense,
     dequantize,
     explain,
     join,
     nf4_linear,
+    product,
     refuses,
 )
 
-__all__ = ["DYNAMIC_CODE", "NF4_CODE", "NF4Weight", "dense", "dequantize", "explain", "join", "nf4_linear", "refuses"]
+__all__ = [
+    "DYNAMIC_CODE",
+    "NF4_CODE",
+    "NF4Weight",
+    "decodes_inside",
+    "dense",
+    "dequantize",
+    "explain",
+    "join",
+    "nf4_linear",
+    "product",
+    "refuses",
+]

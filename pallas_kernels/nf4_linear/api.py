@@ -17,11 +17,13 @@ __all__ = [
     "DYNAMIC_CODE",
     "NF4_CODE",
     "NF4Weight",
+    "decodes_inside",
     "dense",
     "dequantize",
     "explain",
     "join",
     "nf4_linear",
+    "product",
     "refuses",
 ]
 
@@ -197,11 +199,43 @@ def _check_weight(w: NF4Weight) -> None:
             )
 
 
+def product(
+    x: Float[Array, "*B I"],
+    w: Float[Array | np.ndarray, "O I"] | NF4Weight,
+    *,
+    transpose: bool = False,
+    extra: tuple[Array, Array] | None = None,
+    implementation: Implementation | None = None,
+) -> Float[Array, "*B O"]:
+    """`x @ dense(w).T + low @ up.T`, or `x @ dense(w) + low @ up`, without gradients of its own.
+
+    Args:
+        x: (*B, I), or (*B, O) with `transpose`.
+        w: an array or a packed weight, of one layer.
+        transpose: whether the sum runs over O.
+        extra: None, or (low (*B, R), up (O, R)); with `transpose` up is (R, I).
+        implementation: as in `dequantize`, of a packed weight.
+    """
+    if isinstance(w, NF4Weight) and decodes_inside(x, w, implementation):
+        return mosaic_gpu.fused(x, _packed(w), w.shape, transpose=transpose, extra=extra)
+    low, up = extra or (None, None)
+    dims = ("...o,oi->...i", "...r,ri->...i") if transpose else ("...i,oi->...o", "...r,or->...o")
+    y = jnp.einsum(dims[0], x, dense(w, x.dtype, implementation=implementation))
+    return y if low is None or up is None else y + jnp.einsum(dims[1], low, up)
+
+
+def decodes_inside(x: Array, w: Array | np.ndarray | NF4Weight, implementation: Implementation | None) -> bool:
+    """Whether `product` of x, or its like, unpacks w piece by piece inside the product, as x has few rows."""
+    return (
+        isinstance(w, NF4Weight)
+        and _choose(w, x.dtype, implementation) == "mosaic_gpu"
+        and mosaic_gpu.fuses(math.prod(x.shape[:-1]), w.shape)
+    )
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _nf4_linear(implementation: Implementation, x: Array, w: NF4Weight) -> Array:
-    if implementation == "mosaic_gpu":
-        return mosaic_gpu.linear(x, _packed(w), w.shape)
-    return jnp.einsum("...i,oi->...o", x, dequantize(w, x.dtype, implementation=implementation))
+    return product(x, w, implementation=implementation)
 
 
 def _nf4_linear_fwd(implementation: Implementation, x: Array, w: NF4Weight) -> tuple[Array, NF4Weight]:
@@ -209,9 +243,7 @@ def _nf4_linear_fwd(implementation: Implementation, x: Array, w: NF4Weight) -> t
 
 
 def _nf4_linear_bwd(implementation: Implementation, w: NF4Weight, dy: Array) -> tuple[Array, None]:
-    if implementation == "mosaic_gpu":
-        return mosaic_gpu.linear_transposed(dy, _packed(w), w.shape), None
-    return jnp.einsum("...o,oi->...i", dy, dequantize(w, dy.dtype, implementation=implementation)), None
+    return product(dy, w, transpose=True, implementation=implementation), None
 
 
 _nf4_linear.defvjp(_nf4_linear_fwd, _nf4_linear_bwd)

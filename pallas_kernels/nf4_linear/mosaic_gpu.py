@@ -29,7 +29,7 @@ from pallas_kernels.nf4_linear.mosaic_gpu_decode import (
     load_scales,
     loads_first,
 )
-from pallas_kernels.nf4_linear.mosaic_gpu_matmul import WIDTH, MatmulTiles, choose_rows, multiply
+from pallas_kernels.nf4_linear.mosaic_gpu_matmul import DEPTH, WIDTH, MatmulTiles, choose_rows, multiply
 from pallas_kernels.nf4_linear.reference import NESTED_BLOCK
 
 WIDEST = 2048  # elements of a tile's row, which are 4 KiB of the result in one piece
@@ -79,46 +79,66 @@ def tile_shape(shape: tuple[int, int]) -> tuple[int, int]:
     return TILE // columns, columns
 
 
-def linear(x: Float[Array, "*B I"], packed: Packed, shape: tuple[int, int]) -> Float[Array, "*B O"]:
-    """x @ W.T in x.dtype, the weight decoded inside the product where x has few rows."""
-    if fuses(math.prod(x.shape[:-1]), shape):
-        return fused(x, packed, shape, transpose=False)
-    return jnp.einsum("...i,oi->...o", x, dequantize(*packed, shape, x.dtype))
-
-
-def linear_transposed(dy: Float[Array, "*B O"], packed: Packed, shape: tuple[int, int]) -> Float[Array, "*B I"]:
-    """dy @ W in dy.dtype, likewise."""
-    if fuses(math.prod(dy.shape[:-1]), shape):
-        return fused(dy, packed, shape, transpose=True)
-    return jnp.einsum("...o,oi->...i", dy, dequantize(*packed, shape, dy.dtype))
-
-
 def fuses(rows: int, shape: tuple[int, int]) -> bool:
-    """Whether a product with so many rows decodes the weight itself."""
+    """Whether a product with so many rows of x should decode the weight itself."""
     return rows <= FUSED_ROWS and shape[0] % WIDTH == 0 and shape[1] % WIDTH == 0
 
 
-def fused(x: Array, packed: Packed, shape: tuple[int, int], *, transpose: bool, tiles: MatmulTiles | None = None):
-    """x @ W.T, or x @ W with `transpose`, decoding the weight inside the product; x may have any leading axes."""
-    arrays = [array for array in packed if array is not None]
+def fused(
+    x: Array,
+    packed: Packed,
+    shape: tuple[int, int],
+    *,
+    transpose: bool,
+    extra: tuple[Array, Array] | None = None,
+    tiles: MatmulTiles | None = None,
+) -> Array:
+    """x @ W.T, or x @ W with `transpose`, decoding the weight inside the product.
+
+    Args:
+        x: (*B, I), or (*B, O) with `transpose`; bfloat16 or float16.
+        packed: the weight.
+        shape: (O, I).
+        transpose: whether the sum runs over O.
+        extra: None, or (low (*B, R), up (O, R)) for `+ low @ up.T`; with `transpose` up is (R, I), for `+ low @ up`.
+        tiles: sizes; None for what suits the shapes.
+
+    Returns:
+        (*B, O), or (*B, I) with `transpose`, in x.dtype, summed in f32.
+    """
+    weight = [array for array in packed if array is not None]
+    of_rows, of_weight = ([x], weight) if extra is None else ([x, extra[0]], [*weight, extra[1]])
+    out = shape[1] if transpose else shape[0]
 
     @custom_vmap
-    def run(x, *arrays):
-        rows, out = math.prod(x.shape[:-1]), shape[1] if transpose else shape[0]
+    def run(*arrays):
+        x, *low = arrays[: len(of_rows)]
+        codes, absmax, *others = arrays[len(of_rows) :]
+        up = others.pop() if low else None
+        nested_absmax, offset = others or (None, None)
+        rows = math.prod(x.shape[:-1])
         sizes = tiles or MatmulTiles(rows=choose_rows(rows, out))
-        flat = jnp.pad(x.reshape(rows, x.shape[-1]), ((0, -rows % sizes.rows), (0, 0)))
-        nested = arrays[2:] or (None, None)
-        y = multiply(flat, *arrays[:2], *nested, shape=shape, transpose=transpose, tiles=sizes)
+        x_flat, *low_flat = (_pad(one.reshape(rows, -1), sizes.rows, DEPTH) for one in (x, *low))
+        both = None if up is None else (low_flat[0], _pad(up, *((DEPTH, 1) if transpose else (1, DEPTH))))
+        y = multiply(
+            *(x_flat, codes, absmax, nested_absmax, offset), shape=shape, transpose=transpose, extra=both, tiles=sizes
+        )
         return y[:rows].reshape(*x.shape[:-1], out)
 
     @run.def_vmap
     def _more_rows(size: int, mapped: list[bool], *arrays):
-        if not any(mapped[1:]):
-            return run(*arrays), True
         each = [x if is_mapped else jnp.broadcast_to(x, (size, *x.shape)) for x, is_mapped in zip(arrays, mapped)]
-        return lax.map(lambda one: run(*one), tuple(each)), True
+        rows, weight = each[: len(of_rows)], arrays[len(of_rows) :]
+        if not any(mapped[len(of_rows) :]):
+            return run(*rows, *weight), True
+        return lax.map(lambda one: run(*one), each), True
 
-    return run(x, *arrays)
+    return run(*of_rows, *of_weight)
+
+
+def _pad(x: Array, *multiples: int) -> Array:
+    """Zeros after the last row and column, up to multiples."""
+    return jnp.pad(x, [(0, -size % multiple) for size, multiple in zip(x.shape, multiples, strict=True)])
 
 
 def dequantize(
@@ -152,7 +172,7 @@ def dequantize(
         return _dequantize(*arrays[:2], *nested, shape=shape, dtype=dtype, room=room, staged=staged)
 
     @run.def_vmap
-    def _more_layers(size: int, mapped: list[bool], *arrays):
+    def _more_layers(size: int, mapped: list, *arrays):
         each = [x if is_mapped else jnp.broadcast_to(x, (size, *x.shape)) for x, is_mapped in zip(arrays, mapped)]
         return run(*each), True
 

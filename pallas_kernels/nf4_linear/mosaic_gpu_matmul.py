@@ -64,8 +64,8 @@ def choose_rows(rows: int, width: int) -> int:
     return 128 if time(128) < time(256) else 256
 
 
-def multiply(x, codes, absmax, nested_absmax, offset, shape, *, transpose: bool, tiles: MatmulTiles):
-    """x @ W.T, or x @ W with `transpose`, for a packed W of `shape`, summed in f32.
+def multiply(x, codes, absmax, nested_absmax, offset, extra=None, *, shape, transpose: bool, tiles: MatmulTiles):
+    """x @ W.T + low @ up.T, or x @ W + low @ up with `transpose`, for a packed W of `shape`, summed in f32.
 
     Args:
         x: (M, I), or (M, O) with `transpose`; M a multiple of tiles.rows, bfloat16 or float16.
@@ -73,6 +73,8 @@ def multiply(x, codes, absmax, nested_absmax, offset, shape, *, transpose: bool,
         absmax: of the blocks.
         nested_absmax: of double quantization.
         offset: of double quantization.
+        extra: None or (low (M, R), up (O, R), or (R, I) with `transpose`), R a multiple of DEPTH, in x's dtype: steps
+            more, whose tiles the copy engine loads as they are.
         shape: (O, I), both multiples of WIDTH.
         transpose: whether the sum runs over O.
         tiles: sizes.
@@ -82,7 +84,8 @@ def multiply(x, codes, absmax, nested_absmax, offset, shape, *, transpose: bool,
     """
     (rows, depth), dtype, staged = x.shape, x.dtype, tiles.staged
     width = shape[1] if transpose else shape[0]
-    steps, half, stages = depth // DEPTH, tiles.rows // MULTIPLIERS, tiles.stages
+    packed_steps, half, stages = depth // DEPTH, tiles.rows // MULTIPLIERS, tiles.stages
+    steps = packed_steps + (0 if extra is None else extra[0].shape[1] // DEPTH)
     if rows % tiles.rows or depth % DEPTH or width % WIDTH:
         raise ValueError(
             f"M={rows} must be a multiple of {tiles.rows}, the sum's length {depth} of {DEPTH}, the width {width} of "
@@ -95,8 +98,8 @@ def multiply(x, codes, absmax, nested_absmax, offset, shape, *, transpose: bool,
     layout = tiled_layout(weight_columns)
 
     def kernel(refs, scratch):
-        x_ref, codes_ref, *of_scales, out_ref = refs
-        scales = Scales(*of_scales)
+        x_ref, codes_ref, *rest, out_ref = refs
+        scales, extra_refs = Scales(*rest[: len(Scales._fields)]), rest[len(Scales._fields) :]
         x_smem, w_smem, out_smem, ready, free = scratch
         block, warpgroup = lax.axis_index("blocks"), lax.axis_index("warpgroup")
         mine = lax.div(items - block + (blocks - 1), jnp.int32(blocks))  # tiles of this block
@@ -150,13 +153,13 @@ def multiply(x, codes, absmax, nested_absmax, offset, shape, *, transpose: bool,
             values, offset = code_values(scales), scales.offset[0]
 
             def place(number):
-                """Corner of the weight's tile of a step, and of x's."""
-                row, column = corner(lax.div(number, jnp.int32(steps)))
-                k = lax.rem(number, jnp.int32(steps)) * DEPTH
-                return (k, column, row, k) if transpose else (column, k, row, k)
+                """First row and column of a step's tile of the result, and where along the sum it starts."""
+                return *corner(lax.div(number, jnp.int32(steps))), lax.rem(number, jnp.int32(steps)) * DEPTH
 
             def load(number):
-                w_row, w_column, *_ = place(number)
+                _, column, k = place(number)
+                k = jnp.minimum(k, (packed_steps - 1) * DEPTH)
+                w_row, w_column = (k, column) if transpose else (column, k)
                 across = pl.ds(lax.div(w_column, jnp.int32(2)), weight_columns // 2)
                 codes = plgpu.load(codes_ref.at[pl.ds(w_row, weight_rows), across], layout=codes_layout(weight_rows))
                 stride = shape[1] // BLOCK
@@ -168,14 +171,31 @@ def multiply(x, codes, absmax, nested_absmax, offset, shape, *, transpose: bool,
                 slot = lax.rem(number, jnp.int32(stages))
                 following = load(jnp.minimum(number + DECODERS, total - 1))
                 pl.when(number >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
-                *_, row, k = place(number)
-                x_tile = x_ref.at[pl.ds(row, tiles.rows), pl.ds(k, DEPTH)]
-                plgpu.copy_gmem_to_smem(x_tile, x_smem.at[slot], ready.at[slot])
-                codes, absmax, factor = loaded
-                found = finish_scales(scales, absmax, factor, offset, staged=staged)
-                w_smem[slot] = decode(codes, values, found, dtype=dtype, layout=layout, staged=staged)
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(ready.at[slot])
+                row, column, k = place(number)
+
+                def copy(ref, at_row, at_column, smem):
+                    size = [pl.ds(start, n) for start, n in zip((at_row, at_column), smem.shape[1:], strict=True)]
+                    plgpu.copy_gmem_to_smem(ref.at[*size], smem.at[slot], ready.at[slot])
+
+                def decode_tile():
+                    copy(x_ref, row, k, x_smem)
+                    codes, absmax, factor = loaded
+                    found = finish_scales(scales, absmax, factor, offset, staged=staged)
+                    w_smem[slot] = decode(codes, values, found, dtype=dtype, layout=layout, staged=staged)
+                    plgpu.commit_smem()
+                    plgpu.barrier_arrive(ready.at[slot])
+
+                def copy_tiles():
+                    low_ref, up_ref = extra_refs
+                    at = k - packed_steps * DEPTH
+                    copy(low_ref, row, at, x_smem)
+                    copy(up_ref, *((at, column) if transpose else (column, at)), w_smem)
+
+                if extra is None:
+                    decode_tile()
+                else:
+                    pl.when(k < packed_steps * DEPTH)(decode_tile)
+                    pl.when(k >= packed_steps * DEPTH)(copy_tiles)
                 return following
 
             turns = lax.div(total - me + (DECODERS - 1), jnp.int32(DECODERS))
@@ -204,7 +224,7 @@ def multiply(x, codes, absmax, nested_absmax, offset, shape, *, transpose: bool,
         num_threads=MULTIPLIERS + DECODERS,
         thread_name="warpgroup",
     )
-    return run(x, codes.reshape(shape[0], shape[1] // 2), *kernel_scales(absmax, nested_absmax, offset))
+    return run(x, codes.reshape(shape[0], shape[1] // 2), *kernel_scales(absmax, nested_absmax, offset), *(extra or ()))
 
 
 def _swizzled(shape: tuple[int, ...], dtype):

@@ -12,6 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.lora_linear import explain as lora_explain
+from pallas_kernels.lora_linear import lora_linears
+from pallas_kernels.lora_linear.reference import Projection
 from pallas_kernels.nf4_linear import NF4Weight, dequantize, explain, join, mosaic_gpu, nf4_linear
 from pallas_kernels.nf4_linear.cases import random_weight
 from pallas_kernels.nf4_linear.mosaic_gpu_matmul import MatmulTiles
@@ -130,23 +133,31 @@ def test_random_weights_of_real_models_are_accepted(hopper: None) -> None:
 
 @pytest.mark.parametrize("transpose", [False, True])
 @pytest.mark.parametrize(
-    ("shape", "rows", "tiles"),
+    ("shape", "rows", "rank", "tiles"),
     [
-        ((256, 256), 256, MatmulTiles(rows=128, blocks=3, staged=True)),  # a block has two tiles, others one
-        ((128, 384), 70, MatmulTiles(rows=256, stages=2, blocks=1, staged=True)),  # ragged; one block does all
+        ((256, 256), 256, 0, MatmulTiles(rows=128, blocks=3, staged=True)),  # a block has two tiles, others one
+        ((128, 384), 70, 0, MatmulTiles(rows=256, stages=2, blocks=1, staged=True)),  # ragged; one block does all
+        ((256, 128), 100, 16, MatmulTiles(rows=128, stages=2, blocks=1, staged=True)),  # an odd number of steps
+        ((128, 256), 130, 80, MatmulTiles(rows=256, blocks=2, staged=True)),  # two steps for the adapter
     ],
 )
 def test_interpreted_products(
-    shape: tuple[int, int], rows: int, tiles: MatmulTiles, transpose: bool, capfd: pytest.CaptureFixture
+    shape: tuple[int, int], rows: int, rank: int, tiles: MatmulTiles, transpose: bool, capfd: pytest.CaptureFixture
 ) -> None:
     w = random_weight(jax.random.key(0), shape)
-    x = jax.random.normal(jax.random.key(1), (rows, shape[0] if transpose else shape[1]), jnp.bfloat16)
+    depth, width = shape if transpose else shape[::-1]
+    draws = jax.random.split(jax.random.key(1), 3)
+    x, low = (jax.random.normal(key, (rows, n), jnp.bfloat16) for key, n in zip(draws, (depth, rank), strict=False))
+    up = jax.random.normal(draws[2], (rank, width) if transpose else (width, rank), jnp.bfloat16)
     packed = (w.codes, w.absmax, w.nested_absmax, w.offset)
+    extra = (low, up) if rank else None
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
-        got = np.asarray(mosaic_gpu.fused(x, packed, shape, transpose=transpose, tiles=tiles), np.float64)
+        got = mosaic_gpu.fused(x, packed, shape, transpose=transpose, extra=extra, tiles=tiles)
+        got = np.asarray(got, np.float64)
     assert "RACE" not in capfd.readouterr().out
     dense = np.asarray(dequantize(w), np.float64)
     want = np.asarray(x, np.float64) @ (dense if transpose else dense.T)
+    want += np.asarray(low, np.float64) @ np.asarray(up if transpose else up.T, np.float64)
     # The sum is in f32 and rounded once to bf16: at most half an ulp, 2^-9 of each element, and some f32 ulps.
     np.testing.assert_allclose(got, want, rtol=2**-8, atol=1e-5 * np.abs(want).max())
 
@@ -162,3 +173,30 @@ def test_few_rows_decode_inside_the_product() -> None:
         text = lowered(gradient, jnp.ones((rows, 256), jnp.bfloat16))
         assert text.count("@mosaic_gpu_v2") == 2
         assert text.count("stablehlo.dot_general") == products
+
+
+@pytest.mark.usefixtures("hopper")
+def test_layers_with_adapters_decode_inside_their_products_or_beside_the_adapters() -> None:
+    ws = [random_weight(jax.random.key(0), (out, 256)) for out in (512, 128)]
+    layers = [Projection(w, jnp.ones((16, 256)), jnp.ones((w.shape[0], 16)), jnp.float32(2)) for w in ws]
+    layers[1] = layers[1]._replace(a=None, b=None)
+
+    def gradient(x: jax.Array) -> jax.Array:
+        return jax.grad(lambda x: sum(y.var() for y in lora_linears(x, layers)))(x)
+
+    few, many = (lowered(gradient, jnp.ones((rows, 256), jnp.bfloat16)) for rows in (2048, 4096))
+    assert few.count("@mosaic_gpu_v2") == many.count("@mosaic_gpu_v2") == 4
+    assert "dynamic_update_slice" not in few  # nothing is written beside an adapter
+    assert "dynamic_update_slice" in many
+    assert lora_explain(ws) == "lora_linear: mosaic_gpu"
+    assert "it unpacks weights, and none is packed" in lora_explain([jnp.ones((8, 8))])
+
+
+def test_vmap_over_rows_and_over_weights_is_one_call_or_a_loop(hopper: None) -> None:
+    w = random_weight(jax.random.key(0), (128, 128))
+    x = jnp.ones((3, 8, 128), jnp.bfloat16)
+    text = lowered(jax.vmap(nf4_linear, in_axes=(0, None)), x, w)
+    assert text.count("@mosaic_gpu_v2") == 1
+    assert "stablehlo.while" not in text
+    stacked = jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), w)
+    assert "stablehlo.while" in lowered(jax.vmap(nf4_linear), x, stacked)
