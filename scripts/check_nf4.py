@@ -3,8 +3,9 @@
 Usage: python scripts/check_nf4.py [--out FILE]     (exit status 1 where a check fails)
 
 Dequantization must give the bits of plain jnp on the CPU: all codes, scales of all sizes, shapes of Llama-3.1-8B and
-70B, stacked layers, a result with room for an adapter, more than 2^31 elements. Products and their gradients, decoded
-inside the product and before it, may be off by 1.5 times what the dense bf16 product is, against float64 on the host.
+70B, stacked layers, a result with room for an adapter, more than 2^31 elements. Products that decode the weight inside,
+and add an adapter's, may be off by 1.5 times what the dense bf16 product is, against float64 on the host, and must give
+the same bits twice.
 """
 
 from __future__ import annotations
@@ -91,29 +92,33 @@ def error(value: Any, truth: np.ndarray) -> float:
     return float(np.linalg.norm(np.asarray(value, np.float64) - truth) / np.linalg.norm(truth))
 
 
-def check_products(shape: tuple[int, int], rows: int, tiles: MatmulTiles | None) -> tuple[str, bool]:
-    """x @ W.T and dy @ W: decoded inside the product, and before it, beside the dense product of the same weight."""
+def check_products(shape: tuple[int, int], rows: int, rank: int, tiles: MatmulTiles | None) -> tuple[str, bool]:
+    """x @ W.T and dy @ W, decoded inside the product, with an adapter's product where rank is not 0."""
     w = random_packed(shape)
     packed = w.codes, w.absmax, w.nested_absmax, w.offset
     dense = dequantize(w, implementation="xla")
-    truth_w = np.asarray(dense, np.float64)
     words, good = [], True
     for transpose, name in ((False, "y"), (True, "dx")):
-        x = jax.random.normal(jax.random.key(rows), (rows, shape[0] if transpose else shape[1]), jnp.bfloat16)
-        truth = np.asarray(x, np.float64) @ (truth_w if transpose else truth_w.T)
+        matrix = dense if transpose else dense.T
+        draws = jax.random.split(jax.random.key(rows + rank), 3)
+        x = jax.random.normal(draws[0], (rows, matrix.shape[0]), jnp.bfloat16)
+        low = jax.random.normal(draws[1], (rows, rank), jnp.bfloat16)
+        up = 0.1 * jax.random.normal(draws[2], (rank, matrix.shape[1]), jnp.bfloat16)
+        extra = (low, up if transpose else up.T) if rank else None
 
-        def fused(x, packed, transpose=transpose):
-            return mosaic_gpu.fused(x, packed, shape, transpose=transpose, tiles=tiles)
+        def fused(x, packed, extra, transpose=transpose):
+            return mosaic_gpu.fused(x, packed, shape, transpose=transpose, extra=extra, tiles=tiles)
 
-        bar = error(jax.jit(lambda x, w, t=transpose: x @ (w if t else w.T))(x, dense), truth)
-        got = jax.jit(fused)(x, packed)
-        again = jax.jit(fused)(x, packed)
-        mine, same = error(got, truth), bool((np.asarray(got) == np.asarray(again)).all())
+        exact = [np.asarray(array, np.float64) for array in (x, matrix, low, up)]
+        truth = exact[0] @ exact[1] + exact[2] @ exact[3]
+        bar = error(jax.jit(lambda x, matrix, low, up: x @ matrix + low @ up)(x, matrix, low, up), truth)
+        got, again = (np.asarray(jax.jit(fused)(x, packed, extra)) for _ in range(2))
+        mine, same = error(got, truth), bool((got == again).all())
         within = mine <= BAR * bar and same
         good &= within
         words.append(f"{name} {mine:.1e}/{bar:.1e}{'' if within else ' FAIL'}{'' if same else ' NOT THE SAME TWICE'}")
     size = "" if tiles is None else f" {tiles.rows} rows a tile"
-    return f"product {shape} M{rows}{size}: " + "  ".join(words), good
+    return f"product {shape} M{rows} R{rank}{size}: " + "  ".join(words), good
 
 
 def checks() -> Iterator[tuple[Any, tuple]]:
@@ -129,12 +134,12 @@ def checks() -> Iterator[tuple[Any, tuple]]:
         ((128, 896), "bfloat16", (4,), False),
     ):
         yield check_bits, (shape, dtype, leading, double)
-    for shape, rows in itertools.product(((256, 128), (512, 1024), (4096, 1024)), (1, 100, 512)):
+    for shape, rows, rank in itertools.product(((256, 128), (512, 1024), (4096, 1024)), (1, 100, 512), (0, 16)):
         for size in (128, 256):
-            yield check_products, (shape, rows, MatmulTiles(rows=size))
-    yield check_products, ((512, 1024), 300, MatmulTiles(rows=128, stages=2, blocks=3))
+            yield check_products, (shape, rows, rank, MatmulTiles(rows=size))
+    yield check_products, ((512, 1024), 300, 80, MatmulTiles(rows=128, stages=2, blocks=3))
     for shape, rows in itertools.product(LLAMA_8B, (512, 2048)):
-        yield check_products, (shape, rows, None)
+        yield check_products, (shape, rows, 16, None)
     yield check_many, ()
 
 
