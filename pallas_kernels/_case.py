@@ -18,7 +18,9 @@ class Case:
         bytes: bytes that the forward pass must read and write.
         flops_fwd_bwd: floating-point operations of forward and backward together.
         bytes_fwd_bwd: bytes that forward and backward together must read and write.
-        wrt: positions of the arguments that the backward pass differentiates.
+        wrt: positions of the arguments that the backward pass differentiates; none for a function without gradient.
+        function: of the operation's folder that is called; None for the one of its name.
+        metric: "tflops" or "gbps"; None for the operation's own.
     """
 
     name: str
@@ -28,6 +30,8 @@ class Case:
     flops_fwd_bwd: float
     bytes_fwd_bwd: float
     wrt: tuple[int, ...]
+    function: str | None = None
+    metric: str | None = None
 
 
 @dataclass(frozen=True)

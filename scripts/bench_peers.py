@@ -10,6 +10,7 @@ this run reads and writes 1 GiB, the roof of operations that move more than they
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import importlib.util
 import json
@@ -204,12 +205,14 @@ def main() -> None:
         peers["tokamax"] = Peer(tokamax_attention)
     elif attends:
         print("tokamax is not installed and not timed", file=sys.stderr)
-    copy = {"copy": copy_rate()} if cases.METRIC == "gbps" else {}
+    rate = functools.cache(copy_rate)
     out = options.out or Path("scripts/results") / f"{options.op}.jsonl"
     for name in options.case or known:
-        measured = copy | torch_metrics(options.op, known[name], *bench.build(known[name]))
+        case = known[name]
+        measured = {"copy": rate()} if (case.metric or cases.METRIC) == "gbps" else {}
+        measured |= {} if case.function else torch_metrics(options.op, case, *bench.build(case))
         timed: dict[str, Any] = {"implementations": ("mosaic_gpu", "cudnn")} if attends else {}
-        for line in bench.measure(options.op, known[name], cases, peers=peers, measured=measured, **timed):
+        for line in bench.measure(options.op, case, cases, peers=peers, measured=measured, **timed):
             text = json.dumps(line)
             print(text, flush=True)
             with out.open("a") as file:

@@ -13,7 +13,7 @@ from pallas_kernels.lora_linear import mosaic_gpu, reference
 from pallas_kernels.lora_linear.reference import Projection
 from pallas_kernels.nf4_linear import NF4Weight
 
-_NARROW = {"mosaic_gpu": mosaic_gpu.narrow_products, "xla": reference.narrow_products}
+_KERNELS = {"mosaic_gpu": mosaic_gpu.KERNELS, "xla": reference.XLA}
 
 
 def lora_linear(
@@ -40,9 +40,9 @@ def lora_linear(
         scale: alpha / rank, or alpha / sqrt(rank).
         dropout_rate: probability of zeroing an element of the adapter's input; the rest are divided by 1 - rate.
         key: random key of the dropout mask; needed where dropout_rate > 0.
-        implementation: "mosaic_gpu", whose products with adapters are one pass over their wide operand where it has
-            whole tiles and a rank of at most 64, "xla", or None for the fastest that accepts the arguments on this
-            device. The base's product is XLA's in either.
+        implementation: "mosaic_gpu", "xla", or None for the fastest that accepts the arguments on this device. The
+            former's products with adapters are one pass over their wide operand where it has whole tiles and a rank of
+            at most 64, and it unpacks packed weights; the base's product is XLA's, but for packed weights and few rows.
 
     Returns:
         The sum in x.dtype; gradients of a and b have their dtypes and are summed in f32.
@@ -71,9 +71,9 @@ def lora_linears(
         layers: at least one with an adapter; ranks and scales may differ.
         dropout_rate: probability of zeroing an element of the adapters' input; the rest are divided by 1 - rate.
         keys: random key of each layer's dropout mask; needed where dropout_rate > 0.
-        implementation: "mosaic_gpu", whose products with adapters are one pass over their wide operand where it has
-            whole tiles and a rank of at most 64, "xla", or None for the fastest that accepts the arguments on this
-            device. The base's product is XLA's in either.
+        implementation: "mosaic_gpu", "xla", or None for the fastest that accepts the arguments on this device. The
+            former's products with adapters are one pass over their wide operand where it has whole tiles and a rank of
+            at most 64, and it unpacks packed weights; the base's product is XLA's, but for packed weights and few rows.
 
     Returns:
         Each layer's sum in x.dtype; gradients of a and b have their dtypes and are summed in f32.
@@ -93,17 +93,17 @@ def lora_linears(
         )
     if keys is not None and len(keys) != len(layers):
         raise ValueError(f"lora_linear: each layer needs a key; got {len(keys)} for {len(layers)} layers")
-    chosen = _dispatch.choose("lora_linear", implementation, _refusals(x))
+    chosen = _dispatch.choose("lora_linear", implementation, _refusals(x, [layer.w for layer in layers]))
     return _lora_linears(dropout_rate, chosen, x, tuple(layers), tuple(keys) if keys and dropout_rate > 0 else None)
 
 
-def explain(rows: int = 8192) -> str:
-    """Say which implementation runs for bf16 inputs of so many rows."""
-    return _dispatch.explain("lora_linear", _refusals(jax.ShapeDtypeStruct((rows, 1), jnp.bfloat16)))
+def explain(ws: Sequence[Array | NF4Weight] = (), rows: int = 8192) -> str:
+    """Say which implementation runs for bf16 inputs of so many rows and layers of these weights, and why."""
+    return _dispatch.explain("lora_linear", _refusals(jax.ShapeDtypeStruct((rows, 1), jnp.bfloat16), ws))
 
 
-def _refusals(x: Array | jax.ShapeDtypeStruct) -> _dispatch.Refusals:
-    return {"mosaic_gpu": mosaic_gpu.refuses(x), "xla": None}
+def _refusals(x: Array | jax.ShapeDtypeStruct, ws: Sequence[Array | NF4Weight]) -> _dispatch.Refusals:
+    return {"mosaic_gpu": mosaic_gpu.refuses(x, ws), "xla": None}
 
 
 def _check(x: Array, w: Array | NF4Weight, a: Array | None, b: Array | None, scale: Array) -> None:
@@ -130,19 +130,19 @@ def _check(x: Array, w: Array | NF4Weight, a: Array | None, b: Array | None, sca
 def _lora_linears(
     rate: float, chosen: Implementation, x: Array, layers: tuple[Projection, ...], keys: reference.Keys
 ) -> tuple[Array, ...]:
-    return reference.forward(x, layers, rate, keys, _NARROW[chosen])[0]
+    return reference.forward(x, layers, rate, keys, _KERNELS[chosen])[0]
 
 
 def _lora_linears_fwd(
     rate: float, chosen: Implementation, x: Array, layers: tuple[Projection, ...], keys: reference.Keys
 ) -> tuple[tuple[Array, ...], tuple]:
-    ys, kept = reference.forward(x, layers, rate, keys, _NARROW[chosen])
+    ys, kept = reference.forward(x, layers, rate, keys, _KERNELS[chosen])
     return ys, (kept, layers, keys)
 
 
 def _lora_linears_bwd(rate: float, chosen: Implementation, residuals: tuple, dys: tuple[Array, ...]) -> tuple:
     kept, layers, keys = residuals
-    dx, of_adapters = reference.backward(kept, layers, rate, keys, dys, _NARROW[chosen])
+    dx, of_adapters = reference.backward(kept, layers, rate, keys, dys, _KERNELS[chosen])
     frozen: Any = None
     none = (None, None)
     return dx, tuple(Projection(frozen, *(grads or none), frozen) for grads in of_adapters), None

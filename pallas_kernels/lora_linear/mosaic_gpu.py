@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -18,9 +19,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from pallas_kernels import _platform
+from pallas_kernels import _platform, nf4_linear
 from pallas_kernels.flash_attention.mosaic_gpu_tiles import WARPGROUPS, drain, filled, launch, swizzled
 from pallas_kernels.lora_linear import reference
+from pallas_kernels.nf4_linear import NF4Weight
 
 MAX_RANK = 64  # beyond, accumulators leave no registers, and x is no longer what is mostly read
 _MULTIPLE = 8  # of ranks, as the tensor cores' products want them
@@ -45,8 +47,15 @@ class NarrowTiles:
     staged: bool = False
 
 
-def refuses(x: Array | jax.ShapeDtypeStruct) -> str | None:
-    """Return why the kernel is not for products of x (..., N) on the default device, or None."""
+def refuses(x: Array | jax.ShapeDtypeStruct, ws: Sequence[Array | NF4Weight]) -> str | None:
+    """Return why the kernels have nothing to do for adapters of x (..., N) and these weights, or None."""
+    reason = _refuses_narrow(x)
+    if reason is None or any(isinstance(w, NF4Weight) and nf4_linear.refuses(w, x.dtype) is None for w in ws):
+        return None
+    return reason
+
+
+def _refuses_narrow(x: Array | jax.ShapeDtypeStruct) -> str | None:
     rows = math.prod(x.shape[:-1])
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         return f"it needs bfloat16 or float16, and x is {x.dtype}"
@@ -75,7 +84,8 @@ def narrow_products(
     rank = next(array for array in (low, None if factor is None else factor.T) if array is not None).shape[-1]
     more = -rank % _MULTIPLE
     rows = math.prod(leading)
-    if rows % tiles.rows or width % (WARPGROUPS * tiles.columns) or rank + more > MAX_RANK:
+    whole = rows % tiles.rows == 0 and width % (WARPGROUPS * tiles.columns) == 0
+    if _refuses_narrow(x) or not whole or rank + more > MAX_RANK:
         return reference.narrow_products(x, factor, low, width=width, rank_first=rank_first)
     wide_factor = None if factor is None else jnp.pad(factor, ((0, more), (0, 0)))
     wide_low = None if low is None else jnp.pad(low.reshape(rows, rank), ((0, 0), (0, more)))
@@ -84,6 +94,9 @@ def narrow_products(
     if gradient is None:
         return product, None
     return product, gradient[:, :rank].T if rank_first else gradient[:, :rank]
+
+
+KERNELS = reference.Kernels(narrow_products, None)
 
 
 def one_pass(
