@@ -140,7 +140,7 @@ def one_pass(
 
         @pl.when(warpgroup < WARPGROUPS)
         def _compute():
-            plgpu.set_max_registers(240, action="increase")
+            plgpu.set_max_registers(232, action="increase")
             my_sum = sum_smem.at[warpgroup]
             if factor is not None:
                 plgpu.barrier_wait(factor_ready)
