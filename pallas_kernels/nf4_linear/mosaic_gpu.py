@@ -5,6 +5,7 @@ its 32 bytes of codes and for one scale before it waits, and writes 8 elements a
 but between the loads and their use; the hardware's queue of blocks is the schedule.
 """
 
+import functools
 import math
 
 import jax
@@ -165,6 +166,7 @@ def dequantize(
         staged: whether plain array operations decode, for the interpreter.
     """
     arrays = [x for x in (codes, absmax, nested_absmax, offset) if x is not None]
+    dtype = jnp.dtype(dtype)
 
     @custom_vmap
     def run(*arrays):
@@ -179,6 +181,7 @@ def dequantize(
     return run(*arrays)
 
 
+@functools.partial(jax.jit, static_argnames=("shape", "dtype", "room", "staged"), inline=True)  # for calls one by one
 def _dequantize(codes, absmax, nested_absmax, offset, *, shape, dtype, room, staged):
     leading, (height, width) = codes.shape[:-1], shape
     rows, columns = tile_shape(shape)
@@ -202,7 +205,7 @@ def _dequantize(codes, absmax, nested_absmax, offset, *, shape, dtype, room, sta
             codes, values, found, dtype=dtype, staged=staged
         )
 
-    out = jax.ShapeDtypeStruct((layers * height + room[0], width + room[1]), jnp.dtype(dtype))
+    out = jax.ShapeDtypeStruct((layers * height + room[0], width + room[1]), dtype)
     tiles = layers * height // rows * across
     run = plgpu.kernel(kernel, out_type=out, grid=(tiles,), grid_names=("tiles",))
     result = run(codes.reshape(layers * height, width // 2), *kernel_scales(absmax, nested_absmax, offset))

@@ -10,6 +10,7 @@ that blocks at work at the same time share codes in the cache.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.experimental.pallas as pl
@@ -64,6 +65,7 @@ def choose_rows(rows: int, width: int) -> int:
     return 128 if time(128) < time(256) else 256
 
 
+@functools.partial(jax.jit, static_argnames=("shape", "transpose", "tiles"), inline=True)  # for calls one by one
 def multiply(x, codes, absmax, nested_absmax, offset, extra=None, *, shape, transpose: bool, tiles: MatmulTiles):
     """x @ W.T + low @ up.T, or x @ W + low @ up with `transpose`, for a packed W of `shape`, summed in f32.
 
