@@ -30,7 +30,7 @@ from pallas_kernels.nf4_linear.mosaic_gpu_decode import (
     load_scales,
     loads_first,
 )
-from pallas_kernels.nf4_linear.mosaic_gpu_matmul import DEPTH, WIDTH, MatmulTiles, choose_rows, multiply
+from pallas_kernels.nf4_linear.mosaic_gpu_matmul import DEPTH, WIDTH, MatmulTiles, multiply, suitable_tiles
 from pallas_kernels.nf4_linear.reference import NESTED_BLOCK
 
 WIDEST = 2048  # elements of a tile's row, which are 4 KiB of the result in one piece
@@ -118,7 +118,7 @@ def fused(
         up = others.pop() if low else None
         nested_absmax, offset = others or (None, None)
         rows = math.prod(x.shape[:-1])
-        sizes = tiles or MatmulTiles(rows=choose_rows(rows, out))
+        sizes = tiles or suitable_tiles(rows, out)
         x_flat, *low_flat = (_pad(one.reshape(rows, -1), sizes.rows, DEPTH) for one in (x, *low))
         both = None if up is None else (low_flat[0], _pad(up, *((DEPTH, 1) if transpose else (1, DEPTH))))
         y = multiply(
