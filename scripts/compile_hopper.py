@@ -145,14 +145,13 @@ def nf4_kernels():
         name = f"O{shape[0]}-I{shape[1]}"
         unpack = functools.partial(nf4.dequantize, shape=shape, dtype=jnp.bfloat16)
         yield [f"nf4-dequantize-{name}"], unpack, packed, 0
-        for transpose, rows in itertools.product((False, True), (256, 128)):
+        for transpose, tiles in itertools.product((False, True), (MatmulTiles(), MatmulTiles(rows=128, stages=6))):
             x = jax.ShapeDtypeStruct((512, shape[0] if transpose else shape[1]), jnp.bfloat16)
 
-            def product(x, *packed, shape=shape, transpose=transpose, rows=rows):
-                tiles = MatmulTiles(rows=rows)
+            def product(x, *packed, shape=shape, transpose=transpose, tiles=tiles):
                 return nf4.fused(x, packed, shape, transpose=transpose, tiles=tiles)
 
-            yield [f"nf4-{'dx' if transpose else 'forward'}-{rows}-{name}"], product, (x, *packed), 0
+            yield [f"nf4-{'dx' if transpose else 'forward'}-{tiles.rows}-{name}"], product, (x, *packed), 0
 
 
 def main(wanted: list[str]) -> None:

@@ -5,6 +5,7 @@ its 32 bytes of codes and for one scale before it waits, and writes 8 elements a
 but between the loads and their use; the hardware's queue of blocks is the schedule.
 """
 
+import functools
 import math
 
 import jax
@@ -29,7 +30,7 @@ from pallas_kernels.nf4_linear.mosaic_gpu_decode import (
     load_scales,
     loads_first,
 )
-from pallas_kernels.nf4_linear.mosaic_gpu_matmul import DEPTH, WIDTH, MatmulTiles, choose_rows, multiply
+from pallas_kernels.nf4_linear.mosaic_gpu_matmul import DEPTH, WIDTH, MatmulTiles, multiply, suitable_tiles
 from pallas_kernels.nf4_linear.reference import NESTED_BLOCK
 
 WIDEST = 2048  # elements of a tile's row, which are 4 KiB of the result in one piece
@@ -117,7 +118,7 @@ def fused(
         up = others.pop() if low else None
         nested_absmax, offset = others or (None, None)
         rows = math.prod(x.shape[:-1])
-        sizes = tiles or MatmulTiles(rows=choose_rows(rows, out))
+        sizes = tiles or suitable_tiles(rows, out)
         x_flat, *low_flat = (_pad(one.reshape(rows, -1), sizes.rows, DEPTH) for one in (x, *low))
         both = None if up is None else (low_flat[0], _pad(up, *((DEPTH, 1) if transpose else (1, DEPTH))))
         y = multiply(
@@ -165,6 +166,7 @@ def dequantize(
         staged: whether plain array operations decode, for the interpreter.
     """
     arrays = [x for x in (codes, absmax, nested_absmax, offset) if x is not None]
+    dtype = jnp.dtype(dtype)
 
     @custom_vmap
     def run(*arrays):
@@ -179,6 +181,7 @@ def dequantize(
     return run(*arrays)
 
 
+@functools.partial(jax.jit, static_argnames=("shape", "dtype", "room", "staged"), inline=True)  # for calls one by one
 def _dequantize(codes, absmax, nested_absmax, offset, *, shape, dtype, room, staged):
     leading, (height, width) = codes.shape[:-1], shape
     rows, columns = tile_shape(shape)
@@ -202,7 +205,7 @@ def _dequantize(codes, absmax, nested_absmax, offset, *, shape, dtype, room, sta
             codes, values, found, dtype=dtype, staged=staged
         )
 
-    out = jax.ShapeDtypeStruct((layers * height + room[0], width + room[1]), jnp.dtype(dtype))
+    out = jax.ShapeDtypeStruct((layers * height + room[0], width + room[1]), dtype)
     tiles = layers * height // rows * across
     run = plgpu.kernel(kernel, out_type=out, grid=(tiles,), grid_names=("tiles",))
     result = run(codes.reshape(layers * height, width // 2), *kernel_scales(absmax, nested_absmax, offset))

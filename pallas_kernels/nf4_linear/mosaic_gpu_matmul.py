@@ -10,6 +10,7 @@ that blocks at work at the same time share codes in the cache.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.experimental.pallas as pl
@@ -54,16 +55,17 @@ class MatmulTiles:
     staged: bool = False
 
 
-def choose_rows(rows: int, width: int) -> int:
-    """Rows of a tile: 256 to decode less often, or 128 where the multiprocessors then share the work better."""
+def suitable_tiles(rows: int, width: int) -> MatmulTiles:
+    """Tiles of 256 rows, to decode less often, or of 128 where the multiprocessors then share the work better."""
     blocks = _platform.multiprocessors()
 
     def time(size: int) -> int:
         return -(-(-(-rows // size) * (width // WIDTH)) // blocks) * size
 
-    return 128 if time(128) < time(256) else 256
+    return MatmulTiles(rows=128, stages=6) if time(128) < time(256) else MatmulTiles()  # 224 KiB either way
 
 
+@functools.partial(jax.jit, static_argnames=("shape", "transpose", "tiles"), inline=True)  # for calls one by one
 def multiply(x, codes, absmax, nested_absmax, offset, extra=None, *, shape, transpose: bool, tiles: MatmulTiles):
     """x @ W.T + low @ up.T, or x @ W + low @ up with `transpose`, for a packed W of `shape`, summed in f32.
 

@@ -17,7 +17,7 @@ from pallas_kernels.lora_linear import lora_linears
 from pallas_kernels.lora_linear.reference import Projection
 from pallas_kernels.nf4_linear import NF4Weight, dequantize, explain, join, mosaic_gpu, nf4_linear
 from pallas_kernels.nf4_linear.cases import random_weight
-from pallas_kernels.nf4_linear.mosaic_gpu_matmul import MatmulTiles
+from pallas_kernels.nf4_linear.mosaic_gpu_matmul import MatmulTiles, suitable_tiles
 
 
 def make_weight(shape: tuple[int, int], *, leading: tuple[int, ...] = (), double_quant: bool = True) -> NF4Weight:
@@ -138,7 +138,7 @@ def test_random_weights_of_real_models_are_accepted(hopper: None) -> None:
         ((256, 256), 256, 0, MatmulTiles(rows=128, blocks=3, staged=True)),  # a block has two tiles, others one
         ((128, 384), 70, 0, MatmulTiles(rows=256, stages=2, blocks=1, staged=True)),  # ragged; one block does all
         ((256, 128), 100, 16, MatmulTiles(rows=128, stages=2, blocks=1, staged=True)),  # an odd number of steps
-        ((128, 256), 130, 80, MatmulTiles(rows=256, blocks=2, staged=True)),  # two steps for the adapter
+        ((128, 256), 130, 80, MatmulTiles(rows=128, stages=6, blocks=2, staged=True)),  # two steps for the adapter
     ],
 )
 def test_interpreted_products(
@@ -160,6 +160,17 @@ def test_interpreted_products(
     want += np.asarray(low, np.float64) @ np.asarray(up if transpose else up.T, np.float64)
     # The sum is in f32 and rounded once to bf16: at most half an ulp, 2^-9 of each element, and some f32 ulps.
     np.testing.assert_allclose(got, want, rtol=2**-8, atol=1e-5 * np.abs(want).max())
+
+
+def test_tiles_share_the_work() -> None:
+    for rows, width, size in (
+        (2048, 14336, 256),
+        (2048, 4096, 256),
+        (512, 14336, 256),
+        (512, 4096, 128),
+        (1, 4096, 128),
+    ):
+        assert suitable_tiles(rows, width).rows == size, (rows, width)
 
 
 @pytest.mark.usefixtures("hopper")
