@@ -1,7 +1,7 @@
 """A named shape of an operation, shared by tests and the bench, and what it is measured against."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -19,6 +19,7 @@ class Case:
         flops_fwd_bwd: floating-point operations of forward and backward together.
         bytes_fwd_bwd: bytes that forward and backward together must read and write.
         wrt: positions of the arguments that the backward pass differentiates.
+        parts: metric -> (position of an argument, operations of its gradient alone), where that is timed too.
     """
 
     name: str
@@ -28,6 +29,7 @@ class Case:
     flops_fwd_bwd: float
     bytes_fwd_bwd: float
     wrt: tuple[int, ...]
+    parts: Mapping[str, tuple[int, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -148,6 +148,16 @@ def _metrics(
         rates = {"tflops_fwd": case.flops / seconds / 1e12, "tflops_fwd_bwd": case.flops_fwd_bwd / seconds_both / 1e12}
     else:
         rates = {"gbps": case.bytes / seconds / 1e9, "gbps_fwd_bwd": case.bytes_fwd_bwd / seconds_both / 1e9}
+    for part, (position, flops) in case.parts.items():
+
+        def gradient(args: tuple, arrays: dict[str, jax.Array], cotangent: Any, position: int = position) -> Any:
+            def of_one(arg: jax.Array) -> Any:
+                return forward((*args[:position], arg, *args[position + 1 :]), arrays)
+
+            return jax.vjp(of_one, args[position])[1](cotangent)  # the compiler drops the forward pass where it can
+
+        alone = jax.jit(gradient).lower(args, arrays, cotangent).compile()
+        rates[part] = flops / median_seconds(alone, args, arrays, cotangent) / 1e12
     return rates | {"peak_gib": _bytes(both) / 2**30}
 
 

@@ -3,7 +3,7 @@
 Usage: python scripts/compile_hopper.py [NAME ...]        (kernels whose name begins so; default all)
 
 The compiler is that of offline_h200.py. Nothing is run: what compiles here is checked and timed on a GPU by
-scripts/check_attention.py and scripts/bench_peers.py flash_attention.
+scripts/check_attention.py, scripts/check_grouped_matmul.py and scripts/bench_peers.py.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from offline_h200 import mosaic_environment, tools
 
 from pallas_kernels.flash_attention import mosaic_gpu
+from pallas_kernels.grouped_matmul import mosaic_gpu as grouped_mosaic_gpu
 
 COUNTED = ("HGMMA", "MUFU", "FFMA", "FMUL", "FADD", "FMNMX", "F2FP", "LDS", "STS", "STSM", "LDL", "STL", "R2UR", "BAR")
 
@@ -117,8 +118,27 @@ def attention(width: int, deterministic: bool, softcap: float | None):
     return (lambda q, k, v, dout: jax.vjp(lambda *qkv: attend(*qkv)[0], q, k, v)[1](dout)), (q, k, k, q)
 
 
+def grouped_products(rows: int, groups: int, width: int, out: int):
+    """The product and both gradients of a grouped product, by name, and their arguments."""
+    x, dy = (jax.ShapeDtypeStruct((rows, size), jnp.bfloat16) for size in (width, out))
+    w = jax.ShapeDtypeStruct((groups, out, width), jnp.bfloat16)
+    sizes = jax.ShapeDtypeStruct((groups,), jnp.int32)
+    name = f"grouped-D{width}-F{out}"
+    return {
+        f"{name}-forward": (grouped_mosaic_gpu.forward, (x, w, sizes)),
+        f"{name}-dx": (grouped_mosaic_gpu.backward_x, (dy, w, sizes)),
+        f"{name}-dw": (functools.partial(grouped_mosaic_gpu.backward_w, dtype=jnp.bfloat16), (x, dy, sizes)),
+        f"{name}-dw-f32": (functools.partial(grouped_mosaic_gpu.backward_w, dtype=jnp.float32), (x, dy, sizes)),
+    }
+
+
 def main(wanted: list[str]) -> None:
     """Prints the report of every kernel of every case."""
+    for shape in ((65536, 64, 2048, 1024), (16384, 8, 4096, 192), (65536, 64, 2048, 64)):
+        for case, (function, args) in grouped_products(*shape).items():
+            if not wanted or any(case.startswith(name) for name in wanted):
+                (module,) = modules(function, *args)
+                print(case, *report(assembly(module)), sep="\n  ", flush=True)
     for width in mosaic_gpu.WIDTHS:
         for deterministic in (True, False) if width in mosaic_gpu.FUSED_WIDTHS else (True,):
             for softcap in (None, 30.0):
