@@ -66,18 +66,23 @@ def group_rows(x, w, sizes, *, transposed: bool, tiles: Tiles):
         block, warpgroup = lax.axis_index("blocks"), lax.axis_index("warpgroup")
         mine = lax.div(count_ref[0] - block + (blocks - 1), jnp.int32(blocks))
 
-        def item(n):
-            """The line of this block's n-th tile, and its number of slots."""
-            line = block + n * blocks
-            return line, jnp.where(table_ref[line, GROUP] < groups, depth // DEPTH, 0)
+        def item(n, *fields):
+            """Fields of the table's line for this block's n-th tile: read a tile early, as that takes a microsecond."""
+            line = jnp.minimum(block + n * blocks, table.shape[0] - 1)
+            return tuple(table_ref[line, field] for field in (GROUP, COLUMN, *fields))
+
+        def steps_of(group):
+            return jnp.where(group < groups, depth // DEPTH, 0)
 
         @pl.when(warpgroup < WARPGROUPS)
         def _compute():
             plgpu.set_max_registers(232, action="increase")
 
-            def tile(n, visited):
-                line, steps = item(n)
-                stored = table_ref[line, STORED + warpgroup]
+            fields = FIRST + warpgroup, STORED + warpgroup
+
+            def tile(n, carry):
+                visited, (group, column, first, stored) = carry
+                steps, following = steps_of(group), item(n + 1, *fields)
 
                 def slot_of(step):
                     return lax.rem(visited + step, jnp.int32(stages))
@@ -98,8 +103,7 @@ def group_rows(x, w, sizes, *, transposed: bool, tiles: Tiles):
 
                     sums = pl.run_scoped(multiply, plgpu.ACC((HALF, columns), jnp.float32))
                     pl.when(steps > 0)(lambda: plgpu.barrier_arrive(free.at[slot_of(steps - 1)]))
-                    first, column = table_ref[line, FIRST + warpgroup], table_ref[line, COLUMN] * columns
-                    store_rows(sums, y_smem.at[warpgroup], y_ref, first, column, stored)
+                    store_rows(sums, y_smem.at[warpgroup], y_ref, first, column * columns, stored)
 
                 @pl.when(stored == 0)
                 def _pass():
@@ -109,34 +113,36 @@ def group_rows(x, w, sizes, *, transposed: bool, tiles: Tiles):
 
                     lax.fori_loop(0, steps, step, None)
 
-                return visited + steps
+                return visited + steps, following
 
-            lax.fori_loop(0, mine, tile, jnp.int32(0))
+            lax.fori_loop(0, mine, tile, (jnp.int32(0), item(0, *fields)))
             plgpu.wait_smem_to_gmem(0)
 
         @pl.when(warpgroup == WARPGROUPS)
         def _feed():
             plgpu.set_max_registers(40, action="decrease")
 
-            def tile(n, visited):
-                line, steps = item(n)
-                group, column = table_ref[line, GROUP], pl.ds(table_ref[line, COLUMN] * columns, columns)
-                halves = [pl.ds(table_ref[line, FIRST + half], HALF) for half in range(WARPGROUPS)]
+            def tile(n, carry):
+                visited, (group, column, *firsts) = carry
+                steps, following = steps_of(group), item(n + 1, FIRST, FIRST + 1)
+                column = pl.ds(column * columns, columns)
 
                 def load(k, _):
                     turn = visited + k
                     slot = lax.rem(turn, jnp.int32(stages))
                     inner = pl.ds(k * DEPTH, DEPTH)
                     pl.when(turn >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
-                    for half, at in enumerate(halves):
-                        plgpu.copy_gmem_to_smem(x_ref.at[at, inner], x_rows.at[slot, half], ready.at[slot])
+                    for half, first in enumerate(firsts):
+                        source = x_ref.at[pl.ds(first, HALF), inner]
+                        plgpu.copy_gmem_to_smem(source, x_rows.at[slot, half], ready.at[slot])
                     tile_w = w_ref.at[group, column, inner] if transposed else w_ref.at[group, inner, column]
                     plgpu.copy_gmem_to_smem(tile_w, w_smem.at[slot], ready.at[slot])
 
                 lax.fori_loop(0, steps, load, None)
-                return visited + steps
+                return visited + steps, following
 
-            drain(lax.fori_loop(0, mine, tile, jnp.int32(0)), stages, free)
+            visited, _ = lax.fori_loop(0, mine, tile, (jnp.int32(0), item(0, FIRST, FIRST + 1)))
+            drain(visited, stages, free)
 
     half = (stages, WARPGROUPS, HALF, DEPTH)
     x_tiles = plgpu.SMEM(half, x.dtype, transforms=swizzled(DEPTH))
