@@ -2,8 +2,8 @@
 
 A tile is 128 by 256 of one group's gradient. Two compute warpgroups own 64 rows of it each; a third streams slots of 64
 rows of dy and x through shared memory, which the tensor cores read transposed. The copy engine starts at multiples of 8
-rows only, so that a group's first and last slot may hold rows of others: both operands' are zeroed in shared memory
-(one's would not do, as 0 * inf is not 0).
+rows only, so that a group's first and last slot may hold rows of others. Those are zeroed in shared memory while the
+slot before is multiplied; in both operands, as 0 * inf is not 0.
 """
 
 import jax
@@ -11,13 +11,18 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.mosaic.gpu.fragmented_array import Tiling
 
 from pallas_kernels import _platform
-from pallas_kernels.flash_attention.mosaic_gpu_tiles import WARPGROUPS, drain, index_along, launch, swizzled
+from pallas_kernels.flash_attention.mosaic_gpu_tiles import WARPGROUPS, drain, launch, swizzled
 from pallas_kernels.grouped_matmul.mosaic_gpu_rows import DEPTH, Tiles, store_buffers, store_rows
 from pallas_kernels.grouped_matmul.mosaic_gpu_work import HALF, ROWS, spans, walk
 
 ALIGNED = 8  # rows of a shared-memory tile
+# A tile of 8 rows by 64 columns, 4 elements a thread: the smallest part of shared memory that a warpgroup can rewrite.
+EIGHT_ROWS = plgpu.Layout.TILED(
+    Tiling(((ALIGNED, DEPTH), (ALIGNED // 4, DEPTH), (4,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
+)
 
 
 def group_weights(x, dy, sizes, *, dtype, tiles: Tiles):
@@ -51,72 +56,107 @@ def group_weights(x, dy, sizes, *, dtype, tiles: Tiles):
         mine = lax.div(items - block + (blocks - 1), jnp.int32(blocks))
 
         def item(n):
-            """The group, first row and column in it, first slot's first row, rows, and slots of the n-th tile."""
+            """First slot's first row, the group's first row and the one behind its last: read a tile early."""
+            number = jnp.minimum(block + n * blocks, items - 1)
+            return tuple(spans_ref[lax.div(number, jnp.int32(down * across)), i] for i in range(3))
+
+        def place(n):
+            """The group, row and column of the n-th tile of this block."""
             number = block + n * blocks
             group, tile = lax.div(number, jnp.int32(down * across)), lax.rem(number, jnp.int32(down * across))
             row, column = walk(tile, jnp.int32(down), jnp.int32(across))
-            base, start, end = (spans_ref[group, i] for i in range(3))
-            steps = jnp.where(end > start, lax.div(end - base + (DEPTH - 1), jnp.int32(DEPTH)), 0)
-            return group, row * ROWS, column * columns, base, (start, end), steps
+            return group, row * ROWS, column * columns
+
+        def for_tiles(body):
+            """Calls body(n, span, visited, steps) for each tile; returns how many slots were visited."""
+
+            def tile(n, carry):
+                visited, (base, start, end) = carry
+                following = item(n + 1)
+                steps = jnp.where(end > start, lax.div(end - base + (DEPTH - 1), jnp.int32(DEPTH)), 0)
+                body(n, (base, start, end), visited, steps)
+                return visited + steps, following
+
+            return lax.fori_loop(0, mine, tile, (jnp.int32(0), item(0)))[0]
+
+        def for_slots(visited, steps, body):
+            """Calls body(k, slot) for each slot of a tile, when it has been filled."""
+
+            def step(k, _):
+                slot = lax.rem(visited + k, jnp.int32(stages))
+                plgpu.barrier_wait(ready.at[slot])
+                body(k, slot)
+
+            lax.fori_loop(0, steps, step, None)
+
+        def holds_others(first, rows, span):
+            return (first < span[1]) | (first + rows > span[2])
+
+        def zero_others(slot, first, span):
+            """Zeroes rows of other groups in a slot that begins at row `first`: a half of dy, every other part of x."""
+            parts = [(dy_smem.at[slot, warpgroup], True)]
+            for part in range(0, columns // DEPTH, WARPGROUPS):
+                mine = part + warpgroup
+                parts.append((x_smem.at[slot, :, pl.ds(mine * DEPTH, DEPTH)], mine < columns // DEPTH))
+
+            def eight(tile, _):
+                at = pl.ds(pl.multiple_of(tile * ALIGNED, ALIGNED), ALIGNED)
+                row = plgpu.broadcasted_iota(jnp.int32, (ALIGNED, DEPTH), 0, layout=EIGHT_ROWS) + (
+                    first + tile * ALIGNED
+                )
+                owned = (row >= span[1]) & (row < span[2])
+
+                def zero(smem):
+                    value = plgpu.load(smem.at[at], layout=EIGHT_ROWS)
+                    smem[at] = jnp.where(owned, value, jnp.zeros_like(value))
+
+                @pl.when(holds_others(first + tile * ALIGNED, ALIGNED, span))
+                def _zero():
+                    for smem, exists in parts:
+                        pl.when(exists)(lambda smem=smem: zero(smem))
+
+            lax.fori_loop(0, DEPTH // ALIGNED, eight, None)
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(zeroed)
+            plgpu.barrier_wait(zeroed)
 
         @pl.when(warpgroup < WARPGROUPS)
         def _compute():
             plgpu.set_max_registers(232, action="increase")
 
-            def zero_others(slot, first, start, end):
-                """Zeroes rows of other groups in a slot that begins at `first`: a half of dy, every other part of x."""
-
-                def zero(smem):
-                    row = index_along(0, first, (DEPTH, DEPTH))
-                    value = plgpu.load(smem, layout=plgpu.Layout.WGMMA)
-                    smem[...] = jnp.where((row >= start) & (row < end), value, jnp.zeros_like(value))
-
-                zero(dy_smem.at[slot, warpgroup])
-                for part in range(0, columns // DEPTH, WARPGROUPS):
-                    mine = part + warpgroup
-                    pl.when(mine < columns // DEPTH)(
-                        lambda mine=mine: zero(x_smem.at[slot, :, pl.ds(mine * DEPTH, DEPTH)])
-                    )
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(zeroed)
-                plgpu.barrier_wait(zeroed)
-
-            def tile(n, visited):
-                group, row, column, base, (start, end), steps = item(n)
-
-                def slot_of(step):
-                    return lax.rem(visited + step, jnp.int32(stages))
-
+            def tile(n, span, visited, steps):
                 def multiply(sums):
-                    def step(k, _):
-                        slot, first = slot_of(k), base + k * DEPTH
-                        plgpu.barrier_wait(ready.at[slot])
-                        pl.when((first < start) | (first + DEPTH > end))(lambda: zero_others(slot, first, start, end))
+                    def step(k, slot):
+                        first = span[0] + k * DEPTH
+                        pl.when(holds_others(first, DEPTH, span))(lambda: zero_others(slot, first, span))
                         plgpu.wgmma(sums, dy_smem.at[slot, warpgroup].transpose((1, 0)), x_smem.at[slot])
                         plgpu.wgmma_wait(1)
-                        pl.when(k > 0)(lambda: plgpu.barrier_arrive(free.at[slot_of(k - 1)]))
+                        last = lax.rem(visited + k + (stages - 1), jnp.int32(stages))
+                        pl.when(k > 0)(lambda: plgpu.barrier_arrive(free.at[last]))
 
-                    lax.fori_loop(0, steps, step, None)
+                    for_slots(visited, steps, step)
                     return sums[...]
 
                 sums = pl.run_scoped(multiply, plgpu.ACC((HALF, columns), jnp.float32))
-                pl.when(steps > 0)(lambda: plgpu.barrier_arrive(free.at[slot_of(steps - 1)]))
+                last = lax.rem(visited + steps + (stages - 1), jnp.int32(stages))
+                pl.when(steps > 0)(lambda: plgpu.barrier_arrive(free.at[last]))
+                group, row, column = place(n)
                 store_rows(sums, dw_smem.at[warpgroup], dw_ref.at[group], row + warpgroup * HALF, column)
-                return visited + steps
 
-            lax.fori_loop(0, mine, tile, jnp.int32(0))
+            for_tiles(tile)
             plgpu.wait_smem_to_gmem(0)
 
         @pl.when(warpgroup == WARPGROUPS)
         def _feed():
             plgpu.set_max_registers(40, action="decrease")
 
-            def tile(n, visited):
-                _, row, column, base, _, steps = item(n)
+            def tile(n, span, visited, steps):
+                _, row, column = place(n)
 
                 def load(k, _):
                     turn = visited + k
-                    slot, at = lax.rem(turn, jnp.int32(stages)), pl.ds(pl.multiple_of(base + k * DEPTH, ALIGNED), DEPTH)
+                    slot = lax.rem(turn, jnp.int32(stages))
+                    at = pl.ds(pl.multiple_of(span[0] + k * DEPTH, ALIGNED), DEPTH)
                     pl.when(turn >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
                     for half in range(WARPGROUPS):
                         source = dy_ref.at[at, pl.ds(row + half * HALF, HALF)]
@@ -124,9 +164,8 @@ def group_weights(x, dy, sizes, *, dtype, tiles: Tiles):
                     plgpu.copy_gmem_to_smem(x_ref.at[at, pl.ds(column, columns)], x_smem.at[slot], ready.at[slot])
 
                 lax.fori_loop(0, steps, load, None)
-                return visited + steps
 
-            drain(lax.fori_loop(0, mine, tile, jnp.int32(0)), stages, free)
+            drain(for_tiles(tile), stages, free)
 
     return launch(
         kernel,
