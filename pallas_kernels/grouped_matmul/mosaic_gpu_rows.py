@@ -15,7 +15,7 @@ from jax import lax
 
 from pallas_kernels import _platform
 from pallas_kernels.flash_attention.mosaic_gpu_tiles import WARPGROUPS, drain, launch, swizzled
-from pallas_kernels.grouped_matmul.mosaic_gpu_work import COLUMN, FIRST, GROUP, HALF, STORED, row_items
+from pallas_kernels.grouped_matmul.mosaic_gpu_work import COLUMN, COUNT, FIRST, GROUP, HALF, STORED, row_items
 
 DEPTH = 64  # of a slot: 128 bytes, the widest swizzle
 
@@ -55,16 +55,16 @@ def group_rows(x, w, sizes, *, transposed: bool, tiles: Tiles):
     if rows < HALF or depth % DEPTH or width % DEPTH:
         raise ValueError(f"M={rows} must be at least {HALF}, K={depth} and N={width} multiples of {DEPTH}; pad them")
     columns, stages = tiles.columns, tiles.stages
-    table, count = row_items(sizes, rows, -(-width // columns))
+    table = row_items(sizes, rows, -(-width // columns))
     blocks = min(table.shape[0], tiles.blocks or _platform.multiprocessors())
 
     def kernel(refs, scratch):
-        x_ref, w_ref, table_ref, count_ref, y_ref = refs
+        x_ref, w_ref, table_ref, y_ref = refs
         x_smem, w_smem, y_smem, ready, free = scratch
         # The copy engine must not see tiles of 8 rows, between which it could not start; the tensor cores must.
         x_rows, x_tiles = (x_smem, x_smem) if tiles.staged else x_smem
         block, warpgroup = lax.axis_index("blocks"), lax.axis_index("warpgroup")
-        mine = lax.div(count_ref[0] - block + (blocks - 1), jnp.int32(blocks))
+        mine = lax.div(table_ref[0, COUNT] - block + (blocks - 1), jnp.int32(blocks))
 
         def item(n, *fields):
             """Fields of the table's line for this block's n-th tile: read a tile early, as that takes a microsecond."""
@@ -157,7 +157,7 @@ def group_rows(x, w, sizes, *, transposed: bool, tiles: Tiles):
             plgpu.Barrier(num_arrivals=WARPGROUPS + 1, num_barriers=stages),
             plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages),
         ),
-        *(x, w, table, count),
+        *(x, w, table),
         out_type=jax.ShapeDtypeStruct((rows, width), x.dtype),
         grid={"blocks": blocks},
     )

@@ -16,7 +16,7 @@ from jax.experimental.mosaic.gpu.fragmented_array import Tiling
 from pallas_kernels import _platform
 from pallas_kernels.flash_attention.mosaic_gpu_tiles import WARPGROUPS, drain, launch, swizzled
 from pallas_kernels.grouped_matmul.mosaic_gpu_rows import DEPTH, Tiles, store_buffers, store_rows
-from pallas_kernels.grouped_matmul.mosaic_gpu_work import HALF, ROWS, spans, walk
+from pallas_kernels.grouped_matmul.mosaic_gpu_work import HALF, ROWS, starts_of, walk
 
 ALIGNED = 8  # rows of a shared-memory tile
 # A tile of 8 rows by 64 columns, 4 elements a thread: the smallest part of shared memory that a warpgroup can rewrite.
@@ -50,7 +50,7 @@ def group_weights(x, dy, sizes, *, dtype, tiles: Tiles):
     blocks = min(items, tiles.blocks or _platform.multiprocessors())
 
     def kernel(refs, scratch):
-        x_ref, dy_ref, spans_ref, dw_ref = refs
+        x_ref, dy_ref, starts_ref, dw_ref = refs
         x_smem, dy_smem, dw_smem, ready, free, zeroed = scratch
         block, warpgroup = lax.axis_index("blocks"), lax.axis_index("warpgroup")
         mine = lax.div(items - block + (blocks - 1), jnp.int32(blocks))
@@ -58,7 +58,9 @@ def group_weights(x, dy, sizes, *, dtype, tiles: Tiles):
         def item(n):
             """First slot's first row, the group's first row and the one behind its last: read a tile early."""
             number = jnp.minimum(block + n * blocks, items - 1)
-            return tuple(spans_ref[lax.div(number, jnp.int32(down * across)), i] for i in range(3))
+            group = lax.div(number, jnp.int32(down * across))
+            start, end = starts_ref[group], starts_ref[group + 1]
+            return start - lax.rem(start, jnp.int32(ALIGNED)), start, end
 
         def place(n):
             """The group, row and column of the n-th tile of this block."""
@@ -177,7 +179,7 @@ def group_weights(x, dy, sizes, *, dtype, tiles: Tiles):
             plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages),
             plgpu.Barrier(num_arrivals=WARPGROUPS),
         ),
-        *(x, dy, spans(sizes, ALIGNED)),
+        *(x, dy, starts_of(sizes)),
         out_type=jax.ShapeDtypeStruct((groups, height, width), dtype),
         grid={"blocks": blocks},
     )
