@@ -6,6 +6,8 @@ rows only, so that a group's first and last slot may hold rows of others. Those 
 slot before is multiplied; in both operands, as 0 * inf is not 0.
 """
 
+from typing import Any
+
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -96,7 +98,7 @@ def group_weights(x, dy, sizes, *, dtype, tiles: Tiles):
 
         def zero_others(slot, first, span):
             """Zeroes rows of other groups in a slot that begins at row `first`: a half of dy, every other part of x."""
-            parts = [(dy_smem.at[slot, warpgroup], True)]
+            parts: list[Any] = [(dy_smem.at[slot, warpgroup], True)]
             for part in range(0, columns // DEPTH, WARPGROUPS):
                 mine = part + warpgroup
                 parts.append((x_smem.at[slot, :, pl.ds(mine * DEPTH, DEPTH)], mine < columns // DEPTH))
