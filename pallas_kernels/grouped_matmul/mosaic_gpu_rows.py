@@ -6,6 +6,7 @@ There are as many blocks as multiprocessors, and each does every `blocks`-th til
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -14,8 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import _platform
-from pallas_kernels.flash_attention.mosaic_gpu_tiles import WARPGROUPS, drain, launch, swizzled
-from pallas_kernels.grouped_matmul.mosaic_gpu_work import COLUMN, COUNT, FIRST, GROUP, HALF, STORED, row_items
+from pallas_kernels.flash_attention.mosaic_gpu_tiles import WARPGROUPS, drain, swizzled
+from pallas_kernels.grouped_matmul.mosaic_gpu_work import BAND, COLUMN, COUNT, FIRST, GROUP, HALF, STORED, row_items
 
 DEPTH = 64  # of a slot: 128 bytes, the widest swizzle
 
@@ -27,13 +28,17 @@ class Tiles:
     Attributes:
         columns: of a tile.
         stages: slots of the ring.
+        band: tiles along the rows of a band, see mosaic_gpu_work.
         blocks: that share the work; None for as many as the GPU has multiprocessors.
+        pair: whether the blocks of a cluster of two take neighbouring tiles and share what both read.
         staged: whether the kernel is for the interpreter, which knows no two views of the same shared memory.
     """
 
     columns: int = 256
     stages: int = 4
+    band: int = BAND
     blocks: int | None = None
+    pair: bool = False
     staged: bool = False
 
 
@@ -55,21 +60,25 @@ def group_rows(x, w, sizes, *, transposed: bool, tiles: Tiles):
     if rows < HALF or depth % DEPTH or width % DEPTH:
         raise ValueError(f"M={rows} must be at least {HALF}, K={depth} and N={width} multiples of {DEPTH}; pad them")
     columns, stages = tiles.columns, tiles.stages
-    table = row_items(sizes, rows, -(-width // columns))
-    blocks = min(table.shape[0], tiles.blocks or _platform.multiprocessors())
+    team = 2 if tiles.pair else 1  # blocks that take one line of the table, each a tile of its columns
+    table = row_items(sizes, rows, -(-width // (team * columns)), tiles.band)
+    blocks = min(table.shape[0], (tiles.blocks or _platform.multiprocessors()) // team)
 
     def kernel(refs, scratch):
         x_ref, w_ref, table_ref, y_ref = refs
         x_smem, w_smem, y_smem, ready, free = scratch
         # The copy engine must not see tiles of 8 rows, between which it could not start; the tensor cores must.
         x_rows, x_tiles = (x_smem, x_smem) if tiles.staged else x_smem
+        shared = "pair" if tiles.pair else None
         block, warpgroup = lax.axis_index("blocks"), lax.axis_index("warpgroup")
         mine = lax.div(table_ref[0, COUNT] - block + (blocks - 1), jnp.int32(blocks))
 
         def item(n, *fields):
             """Fields of the table's line for this block's n-th tile: read a tile early, as that takes a microsecond."""
             line = jnp.minimum(block + n * blocks, table.shape[0] - 1)
-            return tuple(table_ref[line, field] for field in (GROUP, COLUMN, *fields))
+            place = lax.axis_index("pair") if tiles.pair else 0
+            column = table_ref[line, COLUMN] * team + place
+            return table_ref[line, GROUP], column, *(table_ref[line, field] for field in fields)
 
         def steps_of(group):
             return jnp.where(group < groups, depth // DEPTH, 0)
@@ -134,7 +143,7 @@ def group_rows(x, w, sizes, *, transposed: bool, tiles: Tiles):
                     pl.when(turn >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
                     for half, first in enumerate(firsts):
                         source = x_ref.at[pl.ds(first, HALF), inner]
-                        plgpu.copy_gmem_to_smem(source, x_rows.at[slot, half], ready.at[slot])
+                        plgpu.copy_gmem_to_smem(source, x_rows.at[slot, half], ready.at[slot], collective_axes=shared)
                     tile_w = w_ref.at[group, column, inner] if transposed else w_ref.at[group, inner, column]
                     plgpu.copy_gmem_to_smem(tile_w, w_smem.at[slot], ready.at[slot])
 
@@ -155,12 +164,33 @@ def group_rows(x, w, sizes, *, transposed: bool, tiles: Tiles):
             plgpu.SMEM((stages, *w_tile), x.dtype, transforms=swizzled(w_tile[1])),
             store_buffers(x.dtype),
             plgpu.Barrier(num_arrivals=WARPGROUPS + 1, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages),
+            free_slots(tiles),
         ),
         *(x, w, table),
         out_type=jax.ShapeDtypeStruct((rows, width), x.dtype),
-        grid={"blocks": blocks},
+        blocks=blocks,
+        pair=tiles.pair,
     )
+
+
+def launch(kernel, scratch_types, *args, out_type, blocks: int, pair: bool):
+    """Runs `kernel(refs, scratch)`, with two warpgroups that compute and one that feeds, on blocks or pairs of them."""
+
+    def entry(*refs):
+        pl.run_scoped(lambda *scratch: kernel(refs, scratch), *scratch_types, collective_axes="warpgroup")
+
+    grid: dict[str, Any] = {"grid": (blocks,), "grid_names": ("blocks",)}
+    if pair:
+        grid |= {"cluster": (2,), "cluster_names": ("pair",)}
+    threads: dict[str, Any] = {"num_threads": WARPGROUPS + 1, "thread_name": "warpgroup"}
+    return plgpu.kernel(entry, out_type=out_type, **grid, **threads)(*args)
+
+
+def free_slots(tiles: Tiles):
+    """Barriers of slots that are used up: where a pair shares what fills them, in both blocks."""
+    if tiles.pair:
+        return plgpu.ClusterBarrier(collective_axes=("pair",), num_arrivals=WARPGROUPS, num_barriers=tiles.stages)
+    return plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=tiles.stages)
 
 
 def store_buffers(dtype):

@@ -16,8 +16,8 @@ from jax import lax
 from jax.experimental.mosaic.gpu.fragmented_array import Tiling
 
 from pallas_kernels import _platform
-from pallas_kernels.flash_attention.mosaic_gpu_tiles import WARPGROUPS, drain, launch, swizzled
-from pallas_kernels.grouped_matmul.mosaic_gpu_rows import DEPTH, Tiles, store_buffers, store_rows
+from pallas_kernels.flash_attention.mosaic_gpu_tiles import WARPGROUPS, drain, swizzled
+from pallas_kernels.grouped_matmul.mosaic_gpu_rows import DEPTH, Tiles, free_slots, launch, store_buffers, store_rows
 from pallas_kernels.grouped_matmul.mosaic_gpu_work import HALF, ROWS, starts_of, walk
 
 ALIGNED = 8  # rows of a shared-memory tile
@@ -47,9 +47,10 @@ def group_weights(x, dy, sizes, *, dtype, tiles: Tiles):
             f"D={width} and F={height} of {DEPTH}; pad them"
         )
     columns, stages = tiles.columns, tiles.stages
-    down, across = -(-height // ROWS), -(-width // columns)
+    team = 2 if tiles.pair else 1  # blocks that take one item, each a tile of its rows
+    down, across = -(-height // (team * ROWS)), -(-width // columns)
     items = groups * down * across
-    blocks = min(items, tiles.blocks or _platform.multiprocessors())
+    blocks = min(items, (tiles.blocks or _platform.multiprocessors()) // team)
 
     def kernel(refs, scratch):
         x_ref, dy_ref, starts_ref, dw_ref = refs
@@ -68,8 +69,8 @@ def group_weights(x, dy, sizes, *, dtype, tiles: Tiles):
             """The group, row and column of the n-th tile of this block."""
             number = block + n * blocks
             group, tile = lax.div(number, jnp.int32(down * across)), lax.rem(number, jnp.int32(down * across))
-            row, column = walk(tile, jnp.int32(down), jnp.int32(across))
-            return group, row * ROWS, column * columns
+            row, column = walk(tile, jnp.int32(down), jnp.int32(across), tiles.band)
+            return group, (row * team + (lax.axis_index("pair") if tiles.pair else 0)) * ROWS, column * columns
 
         def for_tiles(body):
             """Calls body(n, span, visited, steps) for each tile; returns how many slots were visited."""
@@ -165,7 +166,8 @@ def group_weights(x, dy, sizes, *, dtype, tiles: Tiles):
                     for half in range(WARPGROUPS):
                         source = dy_ref.at[at, pl.ds(row + half * HALF, HALF)]
                         plgpu.copy_gmem_to_smem(source, dy_smem.at[slot, half], ready.at[slot])
-                    plgpu.copy_gmem_to_smem(x_ref.at[at, pl.ds(column, columns)], x_smem.at[slot], ready.at[slot])
+                    source, shared = x_ref.at[at, pl.ds(column, columns)], "pair" if tiles.pair else None
+                    plgpu.copy_gmem_to_smem(source, x_smem.at[slot], ready.at[slot], collective_axes=shared)
 
                 lax.fori_loop(0, steps, load, None)
 
@@ -178,10 +180,11 @@ def group_weights(x, dy, sizes, *, dtype, tiles: Tiles):
             plgpu.SMEM((stages, WARPGROUPS, DEPTH, HALF), x.dtype, transforms=swizzled(HALF)),
             store_buffers(dtype),
             plgpu.Barrier(num_arrivals=WARPGROUPS + 1, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages),
+            free_slots(tiles),
             plgpu.Barrier(num_arrivals=WARPGROUPS),
         ),
         *(x, dy, starts_of(sizes)),
         out_type=jax.ShapeDtypeStruct((groups, height, width), dtype),
-        grid={"blocks": blocks},
+        blocks=blocks,
+        pair=tiles.pair,
     )

@@ -14,15 +14,15 @@ ROWS = 2 * HALF
 GROUP, COLUMN, FIRST, STORED, COUNT = 0, 1, 2, 4, 6  # columns of row_items' table; FIRST and STORED: one a half
 
 
-def walk(index, rows, columns):
+def walk(index, rows, columns, band=BAND):
     """The place (row, column) of the `index`-th of rows * columns tiles; int32 arrays or numbers of one shape."""
-    band = lax.div(index, BAND * columns)
-    height = jnp.minimum(rows - band * BAND, BAND)
-    within = index - band * BAND * columns
-    return band * BAND + lax.rem(within, height), lax.div(within, height)
+    above = lax.div(index, band * columns) * band
+    height = jnp.minimum(rows - above, band)
+    within = index - above * columns
+    return above + lax.rem(within, height), lax.div(within, height)
 
 
-def row_items(sizes: Int[Array, " E"], rows: int, columns: int) -> Int[Array, "items 8"]:
+def row_items(sizes: Int[Array, " E"], rows: int, columns: int, band: int = BAND) -> Int[Array, "items 8"]:
     """The tiles of a product whose rows are grouped: a table with one line a tile, of which the first COUNT are used.
 
     A line holds the group (E: the rows that no group owns, which get zeros), the tile's column, for each of the tile's
@@ -35,6 +35,7 @@ def row_items(sizes: Int[Array, " E"], rows: int, columns: int) -> Int[Array, "i
         sizes: rows of each group.
         rows: of all groups and none, M.
         columns: tiles along the columns.
+        band: tiles along the rows of a band.
     """
     sizes = sizes.astype(jnp.int32)
     starts, first_items = _sums_before(sizes, -(-sizes // ROWS) * columns)
@@ -47,7 +48,7 @@ def row_items(sizes: Int[Array, " E"], rows: int, columns: int) -> Int[Array, "i
     start, end = starts[group], jnp.maximum(ends, starts)[group]
     size = end - start
     tiles = jnp.maximum((size + ROWS - 1) // ROWS, 1)
-    tile, column = walk(index - first_items[group], tiles, jnp.full_like(index, columns))
+    tile, column = walk(index - first_items[group], tiles, jnp.full_like(index, columns), band)
     first = start + tile * ROWS
     left = end - first
     large = size >= HALF

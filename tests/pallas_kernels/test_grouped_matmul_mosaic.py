@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels.grouped_matmul import explain, grouped_matmul, mosaic_gpu
+from pallas_kernels.grouped_matmul.mosaic_gpu_rows import Tiles, group_rows
+from pallas_kernels.grouped_matmul.mosaic_gpu_weights import group_weights
 from pallas_kernels.grouped_matmul.mosaic_gpu_work import (
     BAND,
     COLUMN,
@@ -86,6 +88,25 @@ def test_interpreted_kernels(routing, dtype, normal, relative_error, capfd):
     assert not np.asarray(got[0], np.float32)[used:].any()
     assert not np.asarray(got[1], np.float32)[used:].any()
     assert not np.asarray(got[2], np.float32)[np.asarray(sizes) == 0].any()
+
+
+@pytest.mark.parametrize("routing", ["full tiles", "small groups"])
+def test_interpreted_pairs_of_blocks(routing, normal, relative_error, capfd):
+    """Blocks of a cluster that share what they read; where the number of tiles is odd, one of them multiplies nothing."""
+    rows, sizes, (width, out) = ROUTINGS[routing]
+    x, w, dy = normal(3, (rows, width), (len(sizes), out, width), (rows, out), dtype=jnp.bfloat16)
+    rows8 = -rows % 8
+    tiles = Tiles(columns=64 if out == 64 else 128, stages=2, blocks=4, pair=True, staged=True)
+    on_device = jnp.asarray(sizes, jnp.int32)
+    padded = (jnp.pad(array, ((0, rows8), (0, 0))) for array in (x, dy))
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+        y = group_rows(x, w, on_device, transposed=True, tiles=tiles)
+        dx = group_rows(dy, w, on_device, transposed=False, tiles=tiles)
+        dw = group_weights(*padded, on_device, dtype=jnp.bfloat16, tiles=tiles)
+        got = jax.block_until_ready((y, dx, dw))
+    assert races(capfd.readouterr().out) == []
+    for ours, truth in zip(got, oracle(x, w, sizes, dy), strict=True):
+        assert relative_error(ours, truth) <= 0.6 * float(jnp.finfo(jnp.bfloat16).eps)
 
 
 def test_f32_weights_get_f32_gradients(normal, relative_error):
