@@ -92,7 +92,7 @@ def test_interpreted_kernels(routing, dtype, normal, relative_error, capfd):
 
 @pytest.mark.parametrize("routing", ["full tiles", "small groups"])
 def test_interpreted_pairs_of_blocks(routing, normal, relative_error, capfd):
-    """Blocks of a cluster that share what they read; where the number of tiles is odd, one of them multiplies nothing."""
+    """Blocks of a cluster that share what they read; of an odd number of tiles, one is empty."""
     rows, sizes, (width, out) = ROUTINGS[routing]
     x, w, dy = normal(3, (rows, width), (len(sizes), out, width), (rows, out), dtype=jnp.bfloat16)
     rows8 = -rows % 8
