@@ -1,6 +1,6 @@
 """Checks the Hopper kernels of the grouped product on a GPU against float64, over adversarial routings and widths.
 
-Usage: python scripts/check_grouped_matmul.py [--quick]     (exit status 1 where an error is above its bar)
+Usage: python scripts/check_grouped_matmul.py [--quick] [--threads N]   (exit status 1 where an error is above its bar)
 
 Each case compares the product and the gradients of x and w with the definition in float64 on the host; the bar is 1.5
 times the error of the plain form ("xla") on the same inputs. Rows of no group hold NaN in x and in the output's
@@ -16,6 +16,7 @@ import itertools
 import sys
 import traceback
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -125,10 +126,7 @@ def check(name: str, sizes, spare: int, width: int, out: int, dtype=jnp.bfloat16
     for label, got, second, plain, (at, truth) in zip(NAMES, ours, again, dense, parts, strict=True):
         if got is None:
             continue
-        mine, its = (
-            error(np.asarray(got.astype(jnp.float32))[at], truth),
-            error(np.asarray(plain.astype(jnp.float32))[at], truth),
-        )
+        mine, its = (error(value[at].astype(jnp.float32), truth) for value in (got, plain))
         within = mine <= max(1.5 * its, FLOOR)
         same = bool(jnp.array_equal(got, second))
         finite = bool(jnp.all(jnp.isfinite(got)))
@@ -161,15 +159,19 @@ def main() -> int:
     """Runs every case; one that cannot run is reported and the next ones go on."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="each routing with one width, one shape of a real model")
+    parser.add_argument("--threads", type=int, default=8, help="cases at a time")
     options = parser.parse_args()
     print(explain(jnp.zeros((64, 64), jnp.bfloat16), jnp.zeros((1, 64, 64), jnp.bfloat16)))
-    results = []
-    for case in cases(options.quick):
+
+    def run_one(case: tuple) -> bool:
         try:
-            results.append(check(*case))
+            return check(*case)
         except Exception:
             print(f"FAIL {case[0]}: {traceback.format_exc(limit=-3)[-1500:]}", flush=True)
-            results.append(False)
+            return False
+
+    with ThreadPoolExecutor(options.threads) as pool:  # programs are compiled side by side
+        results = list(pool.map(run_one, cases(options.quick)))
     print(f"{sum(results)} of {len(results)} cases within the bar")
     return int(not all(results))
 
