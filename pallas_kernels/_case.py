@@ -1,7 +1,7 @@
 """A named shape of an operation, shared by tests and the bench, and what it is measured against."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ class Case:
         wrt: positions of the arguments that the backward pass differentiates; none for a function without gradient.
         function: of the operation's folder that is called; None for the one of its name.
         metric: "tflops" or "gbps"; None for the operation's own.
+        parts: metric -> (position of an argument, operations of its gradient alone), where that is timed too.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Case:
     wrt: tuple[int, ...]
     function: str | None = None
     metric: str | None = None
+    parts: Mapping[str, tuple[int, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

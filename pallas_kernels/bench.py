@@ -28,6 +28,8 @@ from pallas_kernels._case import Case, Peer
 _FILES = {"mosaic_gpu": "mosaic_gpu.py", "jax_triton": "jax_triton.py", "cudnn": "cudnn.py", "xla": "reference.py"}
 _ROOT = Path(__file__).parent
 _LESS_IS_BETTER = ("peak_gib",)
+# Refuses, or out of memory; peers refuse with what they like. The others are timed all the same.
+_FAILURES = (NotImplementedError, ValueError, TypeError, AssertionError, ExceptionGroup, jax.errors.JaxRuntimeError)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -78,7 +80,7 @@ def measure(
     for name, peer in (ours | dict(peers)).items():
         try:
             results[name] = _metrics(case, peer, args, arrays, static, case.metric or module.METRIC)
-        except (NotImplementedError, ValueError, RuntimeError) as error:  # refuses, does not compile, out of memory
+        except _FAILURES as error:
             print(f"{case.name} {name}: {str(error)[:2000]}", file=sys.stderr)
     about = {
         "device": jax.devices()[0].device_kind,
@@ -153,6 +155,19 @@ def _metrics(
     both = jax.jit(forward_backward).lower(args, arrays, cotangent).compile()
     seconds_both = median_seconds(both, args, arrays, cotangent)
     rates = {alone: work / seconds / unit, together: work_both / seconds_both / unit}
+    for part, (position, flops) in case.parts.items():
+
+        def gradient(args: tuple, arrays: dict[str, jax.Array], cotangent: Any, position: int = position) -> Any:
+            def of_one(arg: jax.Array) -> Any:
+                return forward((*args[:position], arg, *args[position + 1 :]), arrays)
+
+            return jax.vjp(of_one, args[position])[1](cotangent)  # the compiler drops the forward pass where it can
+
+        try:
+            alone = jax.jit(gradient).lower(args, arrays, cotangent).compile()
+            rates[part] = flops / median_seconds(alone, args, arrays, cotangent) / 1e12
+        except _FAILURES as error:
+            print(f"{case.name} {part}: {error}", file=sys.stderr)
     return rates | {"peak_gib": _bytes(both) / 2**30}
 
 

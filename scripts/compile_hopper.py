@@ -3,7 +3,7 @@
 Usage: python scripts/compile_hopper.py [NAME ...]        (kernels whose name begins so; default all)
 
 The compiler is that of offline_h200.py. Nothing is run: what compiles here is checked and timed on a GPU by
-scripts/check_attention.py, scripts/check_nf4.py and scripts/bench_peers.py.
+scripts/check_attention.py, scripts/check_nf4.py, scripts/check_grouped_matmul.py and scripts/bench_peers.py.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from offline_h200 import mosaic_environment, tools
 
 from pallas_kernels.flash_attention import mosaic_gpu
+from pallas_kernels.grouped_matmul import mosaic_gpu as grouped
+from pallas_kernels.lora_linear import mosaic_gpu as narrow
 from pallas_kernels.nf4_linear import mosaic_gpu as nf4
 from pallas_kernels.nf4_linear.cases import random_weight
 from pallas_kernels.nf4_linear.mosaic_gpu_matmul import MatmulTiles
@@ -137,6 +139,30 @@ def attention_kernels():
                 yield cases, *attention(width, deterministic, softcap), 0 if deterministic else 1  # its forward is old
 
 
+def grouped_kernels():
+    """Likewise of grouped products: the product and both gradients."""
+    for rows, groups, width, out in ((65536, 64, 2048, 1024), (16384, 8, 4096, 192), (65536, 64, 2048, 64)):
+        x, dy = (jax.ShapeDtypeStruct((rows, size), jnp.bfloat16) for size in (width, out))
+        w = jax.ShapeDtypeStruct((groups, out, width), jnp.bfloat16)
+        sizes = jax.ShapeDtypeStruct((groups,), jnp.int32)
+        name = f"grouped-D{width}-F{out}"
+        yield [f"{name}-forward"], grouped.forward, (x, w, sizes), 0
+        yield [f"{name}-dx"], grouped.backward_x, (dy, w, sizes), 0
+        for dtype in (jnp.bfloat16, jnp.float32):
+            case = f"{name}-dw{'' if dtype == jnp.bfloat16 else '-f32'}"
+            yield [case], functools.partial(grouped.backward_w, dtype=dtype), (x, dy, sizes), 0
+
+
+def narrow_kernels():
+    """Likewise of products with adapters in one pass."""
+    for width, rank in ((14336, 16), (4096, 48), (4096, 64)):
+        x, factor, low = (
+            jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((8192, width), (rank, width), (8192, rank))
+        )
+        both = functools.partial(narrow.one_pass, tiles=narrow.NarrowTiles())
+        yield [f"narrow-N{width}-R{rank}"], both, (x, factor, low), 0
+
+
 def nf4_kernels():
     """Likewise of the kernels that decode weights of Llama-3.1-8B."""
     for shape in ((14336, 4096), (4096, 14336)):
@@ -156,7 +182,9 @@ def nf4_kernels():
 
 def main(wanted: list[str]) -> None:
     """Prints the report of every kernel of every case."""
-    for cases, function, args, skip in itertools.chain(attention_kernels(), nf4_kernels()):
+    for cases, function, args, skip in itertools.chain(
+        attention_kernels(), grouped_kernels(), narrow_kernels(), nf4_kernels()
+    ):
         if wanted and not any(case.startswith(name) for case in cases for name in wanted):
             continue
         for case, module in list(zip(cases, modules(function, *args), strict=True))[skip:]:
