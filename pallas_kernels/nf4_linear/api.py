@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, UInt8
 
 from pallas_kernels import Implementation, _dispatch
 from pallas_kernels.nf4_linear import mosaic_gpu, reference
+from pallas_kernels.nf4_linear.mosaic_gpu_join import write_edge
 from pallas_kernels.nf4_linear.reference import DYNAMIC_CODE, NESTED_BLOCK, NF4_CODE
 
 __all__ = [
@@ -113,8 +114,7 @@ def join(
     if not isinstance(w, NF4Weight) or _choose(w, more.dtype, implementation) == "xla":
         return jnp.concatenate([dense(w, more.dtype, implementation=implementation), more], axis)
     room = (more.shape[0], 0) if axis == 0 else (0, more.shape[1])
-    start = (w.shape[0], 0) if axis == 0 else (0, w.shape[1])
-    return jax.lax.dynamic_update_slice(_dequantize(w, more.dtype, implementation, room), more, start)
+    return write_edge(_dequantize(w, more.dtype, implementation, room), more, axis)
 
 
 def nf4_linear(

@@ -17,6 +17,7 @@ from pallas_kernels.lora_linear import lora_linears
 from pallas_kernels.lora_linear.reference import Projection
 from pallas_kernels.nf4_linear import NF4Weight, dequantize, explain, join, mosaic_gpu, nf4_linear
 from pallas_kernels.nf4_linear.cases import random_weight
+from pallas_kernels.nf4_linear.mosaic_gpu_join import write_edge
 from pallas_kernels.nf4_linear.mosaic_gpu_matmul import MatmulTiles, suitable_tiles
 
 
@@ -212,3 +213,18 @@ def test_vmap_over_rows_and_over_weights_is_one_call_or_a_loop(hopper: None) -> 
     assert "stablehlo.while" not in text
     stacked = jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), w)
     assert "stablehlo.while" in lowered(jax.vmap(nf4_linear), x, stacked)
+
+
+@pytest.mark.parametrize(
+    ("whole", "more", "axis"),
+    [((24, 48), (24, 16), 1), ((24, 48), (8, 48), 0), ((520, 64), (520, 48), 1), ((288, 768), (272, 768), 0)],
+)
+def test_interpreted_edge_is_written_in_place(whole, more, axis: int, capfd: pytest.CaptureFixture) -> None:
+    rng = np.random.default_rng(0)
+    large, small = (jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in (whole, more))
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+        got = write_edge(large, small, axis)
+    assert "RACE" not in capfd.readouterr().out
+    want = np.asarray(large).copy()
+    want[(slice(-more[0], None), slice(None)) if axis == 0 else (slice(None), slice(-more[1], None))] = small
+    np.testing.assert_array_equal(got, want)
