@@ -23,6 +23,8 @@ from gymjax.nn.routing import RouterStats
 from pallas_kernels import Implementation
 
 INPUT_NAME = "layer_input"
+# Attention's output and log-sum-exp get their names inside the kernels whose backward starts from them: named outside
+# too, the output would be kept twice.
 SAVED_NAMES = ("q", "k", "v", "attention", "attention_lse", "gate", "up")
 REMAT = ("none", "full", "selective", "offload")
 
@@ -119,8 +121,8 @@ class Decoder(nnx.Module):
             context_B: length that each row's rotary angles are made for, where RopeConfig.by_length; None: each
                 document's own length (transformers takes the longest row's for the whole batch).
             key: randomness of the adapters' dropout; None turns it off.
-            remat: "none" keeps activations, "full" recomputes whole layers, "selective" keeps SAVED_NAMES, "offload" is
-                "full" with the layers' inputs in the host's memory.
+            remat: "none" keeps activations, "full" recomputes whole layers, "selective" keeps SAVED_NAMES, names of
+                these joined by commas keep those, "offload" is "full" with the layers' inputs in the host's memory.
             attention: flash-attention implementation; None picks the fastest.
             counted_BT: tokens that count in the routers' statistics; None: none are made.
 
@@ -131,8 +133,9 @@ class Decoder(nnx.Module):
         Raises:
             ValueError: remat is no known name.
         """
-        if remat not in REMAT:
-            raise ValueError(f"remat must be one of {', '.join(REMAT)}, not {remat!r}")
+        if remat not in REMAT and not set(remat.split(",")) <= set(SAVED_NAMES):
+            names = f"{', '.join(REMAT)}, or names of {', '.join(SAVED_NAMES)} joined by commas"
+            raise ValueError(f"remat must be one of {names}, not {remat!r}")
         if positions_BT is None:
             positions_BT = jnp.arange(x_BTD.shape[1])[None]
         tables = self._tables(jnp.broadcast_to(positions_BT, x_BTD.shape[:2]), segment_ids_BT, context_B)
@@ -221,8 +224,8 @@ def _scan_stack(run, blocks: nnx.List, x_BTD: Array, kv, key: jax.Array | None, 
 def _kept(remat: str) -> Callable[..., Any] | None:
     """What of a layer's forward pass the backward finds, beside the layer's input."""
     policies = jax.checkpoint_policies
-    if remat == "selective":
-        return policies.save_only_these_names(*SAVED_NAMES)
+    if remat == "full":
+        return None
     if remat == "offload":
         return policies.save_and_offload_only_these_names(
             names_which_can_be_saved=[],
@@ -230,7 +233,7 @@ def _kept(remat: str) -> Callable[..., Any] | None:
             offload_src="device",
             offload_dst="pinned_host",
         )
-    return None
+    return policies.save_only_these_names(*(SAVED_NAMES if remat == "selective" else remat.split(",")))
 
 
 def _run_group(blocks, x_BTD, kv, *, layer, key, tables, segment_ids_BT, attention, length, counted_BT):

@@ -182,7 +182,6 @@ class Attention(nnx.Module):
                 implementation=implementation,
                 **options,
             )
-        out_BTNH = checkpoint_name(out_BTNH, "attention")
         return self.o(out_BTNH.reshape(B, T, -1), keys[3]), cache
 
     def _project(self, x_BTD: Float[Array, "B T D"], keys) -> tuple[Array, Array, Array]:
