@@ -173,7 +173,7 @@ class Attention(nnx.Module):
             out_BTNH = decode_attention(q_BTNH, cache, **options)
         else:
             cache = None if cache is None else cache.prefill(k_BTKH, v_BTKH)
-            out_BTNH = flash.flash_attention(
+            out_BTNH: Any = flash.flash_attention(
                 q_BTNH,
                 k_BTKH,
                 v_BTKH,
