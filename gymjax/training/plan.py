@@ -26,6 +26,7 @@ from gymjax.training.memory import (
     predict,
 )
 from gymjax.training.metrics import GIB, peak_flops
+from gymjax.training.step import StepSettings
 
 FILL = 0.92  # of the device's memory that "auto" fills: predictions are good to 5 %, and evaluation needs a little
 REACHED = 0.55  # of the datasheet's rate, by the matrix products and attention of a step on an H200
@@ -50,6 +51,11 @@ class Plan:
     memory: Memory
     limit: int | None
     why: str = ""
+
+    @property
+    def settings(self) -> StepSettings:
+        """Of the step, with what it keeps."""
+        return dataclasses.replace(self.work.settings, remat=self.remat)
 
     @property
     def fits(self) -> bool:
@@ -155,15 +161,19 @@ def refuse_if_too_large(plan: Plan) -> None:
     Raises:
         ValueError: naming what is needed, what there is, and what to change, the least costly first.
     """
-    if plan.fits:
-        return
+    if not plan.fits:
+        raise ValueError(refusal(plan))
+
+
+def refusal(plan: Plan) -> str:
+    """Why a plan cannot run, and what to change."""
     memory, limit = plan.memory, plan.limit
     if limit is not None and memory.peak > limit:
         needs = f"{memory.peak / GIB:.2f} GiB of a device that has {limit / GIB:.2f}"
     else:
         needs = f"{memory.offloaded / GIB:.2f} GiB of a host that has {host_bytes() / GIB:.2f} for layer inputs"
     what = f"gradient_checkpointing: {plan.remat} with {plan.work.rows} x {plan.work.length} tokens a device"
-    raise ValueError(f"{what} needs {needs}. In this order: {'; '.join(remedies(plan))}")
+    return f"{what} needs {needs}. In this order: {'; '.join(remedies(plan))}"
 
 
 def remedies(plan: Plan) -> list[str]:
@@ -174,7 +184,8 @@ def remedies(plan: Plan) -> list[str]:
     if plan.remat != "offload":
         found.append(f"gradient_checkpointing: offload {_needs(work, 'offload')}")
     if work.rows > 1:
-        smaller = dataclasses.replace(work, rows=work.rows // 2, accumulation=work.accumulation * 2)
+        smaller = _halved(work, "rows", plan.limit)
+        smaller = dataclasses.replace(smaller, accumulation=work.accumulation * (work.rows // smaller.rows))
         keys = f"per_device_train_batch_size: {smaller.rows} with gradient_accumulation_steps: {smaller.accumulation}"
         found.append(f"{keys} {_needs(smaller, 'offload')} with offload")
     adapted = any(label.startswith("lora") for label in jax.tree.leaves(labels(work.state.params)))
@@ -186,12 +197,21 @@ def remedies(plan: Plan) -> list[str]:
     elif plan.memory.optimizer > plan.memory.trained:
         found.append("optim: adamw_8bit, or finetuning_type: lora")
     if work.length > 2:
-        shorter = dataclasses.replace(work, length=work.length // 2)
+        shorter = _halved(work, "length", plan.limit)
         found.append(f"cutoff_len: {shorter.length} {_needs(shorter, 'offload')} with offload")
     found.append(
         "XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 in the environment, as JAX takes 0.75 of a GPU's memory by default"
     )
     return found
+
+
+def _halved(work: Workload, field: str, limit: int | None) -> Workload:
+    """With rows or length halved until it fits with "offload", at least once and down to 1."""
+    while getattr(work, field) > 1:
+        work = dataclasses.replace(work, **{field: getattr(work, field) // 2})
+        if limit is None or predict(work, "offload").peak <= limit:
+            break
+    return work
 
 
 def _needs(work: Workload, remat: str) -> str:

@@ -27,12 +27,13 @@ CASES = [
     ({"resume_from_checkpoint": ["a"]}, "resume_from_checkpoint must be true or false or a text, is 'a'"),
     # choices
     ({"flash_attn": "fa9"}, "flash_attn must be one of auto, fa, cudnn, disabled, is 'fa9'"),
-    ({"optim": "adamx"}, "optim must be one of adamw, adafactor, lion, sgd, muon, is 'adamx'"),
+    ({"optim": "adamx"}, "optim must be one of adamw, adamw_8bit, adafactor, lion, sgd, muon, is 'adamx'"),
     ({"lr_scheduler_type": "zigzag"}, "lr_scheduler_type must be one of linear, cosine, constant,"),
     ({"save_strategy": True}, "save_strategy must be one of no, steps, epoch, is 'true'"),
     (
         {"gradient_checkpointing": "some"},
-        "gradient_checkpointing must be one of full, none, selective, offload, is 'some'",
+        "gradient_checkpointing must be one of full, none, selective, offload, auto, or names of q, k, v, attention, "
+        "attention_lse, gate, up joined by commas; is 'some'",
     ),
     ({"metric_for_best_model": "bleu"}, "metric_for_best_model must be one of eval_loss, is 'bleu'"),
     ({"export_dtype": "int4"}, "export_dtype must be one of bfloat16, float16, float32, is 'int4'"),
