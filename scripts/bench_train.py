@@ -113,7 +113,13 @@ def random_model(shape: str, base: str):
 
 
 def time_step(shape: str, base: str, remat: str, rows: int, length: int, attention: str | None, steps: int) -> dict:
-    """Compiles and times the trainer's own step; returns tok_s, peak_gib, compile_s, loss, predicted_gib."""
+    """Compiles and times the trainer's own step.
+
+    Returns:
+        tok_s, compile_s, loss and the like; of memory peak_gib (measured), predicted_gib (the compiler's analysis),
+        plan_gib (the planner's, with the remat it chose), live_gib (arrays between steps) and in_use_gib (what the
+        allocator counts for them).
+    """
     import jax
     import numpy as np
 
@@ -121,7 +127,9 @@ def time_step(shape: str, base: str, remat: str, rows: int, length: int, attenti
     from gymjax.config import OptimConfig
     from gymjax.optim.build import build
     from gymjax.training.compile import compile_program
-    from gymjax.training.metrics import peak_flops, peak_memory_gib, step_flops
+    from gymjax.training.memory import Workload
+    from gymjax.training.metrics import GIB, device_memory_gib, peak_flops, peak_memory_gib, step_flops
+    from gymjax.training.plan import choose
     from gymjax.training.step import StepSettings, init_state, make_step, split_model
 
     model = random_model(shape, base)
@@ -129,7 +137,10 @@ def time_step(shape: str, base: str, remat: str, rows: int, length: int, attenti
     graphdef, params, frozen = split_model(model)
     optimizer = build(OptimConfig(learning_rate=1e-4), 1000, params)
     state = init_state(params, optimizer, None)
-    settings = StepSettings(seed=0, max_grad_norm=1.0, remat=remat, attention=attention, packed=False)
+    settings = StepSettings(seed=0, max_grad_norm=1.0, attention=attention, packed=False)
+    limit = device_memory_gib()
+    work = Workload(model.cfg, graphdef, state, frozen, settings, rows, length, 1, model.compute_dtype)
+    plan = choose(work, remat, None if limit is None else int(limit * GIB))
     tokens = np.random.default_rng(0).integers(3, model.cfg.vocab_size, (1, rows, length)).astype(np.int32)
     batch = {
         "tokens": tokens,
@@ -139,9 +150,10 @@ def time_step(shape: str, base: str, remat: str, rows: int, length: int, attenti
         "positions": np.broadcast_to(np.arange(length, dtype=np.int32), tokens.shape),
     }
     batch = jax.device_put(batch)
-    step = jax.jit(make_step(graphdef, optimizer, settings), donate_argnums=0)
+    step = jax.jit(make_step(graphdef, optimizer, plan.settings), donate_argnums=0)
     program = compile_program(step, state, frozen, batch)
-    del model
+    del model, params, work
+    stats, live = jax.local_devices()[0].memory_stats() or {}, sum(array.nbytes for array in jax.live_arrays())
     for _ in range(3):
         state, metrics = program.call(state, frozen, batch)
     jax.block_until_ready(metrics)
@@ -160,6 +172,10 @@ def time_step(shape: str, base: str, remat: str, rows: int, length: int, attenti
         "spread": (max(seconds) - min(seconds)) / median,
         "peak_gib": peak_memory_gib(),
         "predicted_gib": program.peak_gib,
+        "plan_gib": plan.memory.peak / GIB,
+        "remat": plan.remat,
+        "live_gib": live / GIB,
+        "in_use_gib": stats.get("bytes_in_use", 0) / GIB,
         "compile_s": program.seconds,
         "mfu": None if peak is None else flops / median / peak,
         "loss": float(metrics["loss"]),
@@ -216,7 +232,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, default="llama3.1-8b")
     parser.add_argument("--base", choices=("nf4", "bf16"), default="nf4")
-    parser.add_argument("--remat", choices=("full", "selective", "none"), default="full")
+    parser.add_argument(
+        "--remat", default="full", help="full, selective, offload, none, auto, or names joined by commas"
+    )
     parser.add_argument("--batch", default="4x2048", help="rows x tokens")
     parser.add_argument("--attention", choices=("cudnn", "mosaic_gpu", "xla"), help="default: the fastest")
     parser.add_argument("--steps", type=int, default=8)

@@ -236,13 +236,13 @@ def describe(plan: Plan) -> list[str]:
     ]
     lines = [f"plan: {work.rows} x {work.length} tokens a device, gradient_checkpointing {plan.remat}"]
     lines[0] += f" ({plan.why})" if plan.why else ""
-    lines += [f"  {name:<28} {size / GIB:8.2f} GiB" for name, size in rows]
+    lines += [f"  {name:<28} {size / GIB:8.3f} GiB" for name, size in rows]
     if memory.offloaded:
         lines.append(
-            f"  {'layer inputs on the host':<28} {memory.offloaded / GIB:8.2f} GiB of {host_bytes() / GIB:.1f}"
+            f"  {'layer inputs on the host':<28} {memory.offloaded / GIB:8.3f} GiB of {host_bytes() / GIB:.1f}"
         )
     there_is = "" if plan.limit is None else f" of {plan.limit / GIB:.2f}"
-    lines.append(f"  {'predicted peak':<28} {memory.peak / GIB:8.2f} GiB{there_is}")
+    lines.append(f"  {'predicted peak':<28} {memory.peak / GIB:8.3f} GiB{there_is}")
     again, most = recompute_seconds(work, plan.remat), recompute_seconds(work, "full")
     share = again / most if most else 0.0
     lines.append(f"  computed again in the backward pass: {share:.0%} of what full computes again")

@@ -94,5 +94,5 @@ def show_plan(config: Config) -> tuple[list[str], bool]:
     program = compile_program(step, work.state, work.frozen, batch)
     if program.peak_gib is not None:
         share = plan.memory.peak / GIB / program.peak_gib - 1
-        lines.append(f"  {'by the compiler':<28} {program.peak_gib:8.2f} GiB (the plan is {share:+.1%} off)")
+        lines.append(f"  {'by the compiler':<28} {program.peak_gib:8.3f} GiB (the plan is {share:+.1%} off)")
     return lines, True
