@@ -5,6 +5,7 @@ Memory of a weight's state: 2 bytes and 2 f32 in 256 in place of 8 bytes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -17,8 +18,8 @@ from gymjax.quant.blockwise import Blockwise, dequantize, quantize, zeros
 SMALLEST = 4096
 """Tensors of fewer elements keep f32 moments (bitsandbytes' min_8bit_size)."""
 
-LARGEST = 2**26
-"""Stacked tensors of more elements are updated layer by layer, so that moments in f32 exist of one layer only."""
+LARGEST = 2**24
+"""Stacked tensors of more elements are updated layer by layer, in place: moments in f32 exist of one layer only."""
 
 
 class Adam8bitState(NamedTuple):
@@ -61,7 +62,7 @@ def scale_by_adam_8bit(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) ->
 
             leading = _leading(path)
             if isinstance(mu, Blockwise) and leading and grad.size > LARGEST:
-                return jax.lax.map(lambda layer: one(layer[0], layer[1], layer[2], 0), (grad, mu, nu))
+                return _layer_by_layer(lambda grad, mu, nu: one(grad, mu, nu, 0), (grad, mu, nu))
             return one(grad, mu, nu, leading)
 
         found = jax.tree_util.tree_map_with_path(moment, updates, state.mu, state.nu)
@@ -71,6 +72,16 @@ def scale_by_adam_8bit(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) ->
         return steps, Adam8bitState(count, mu, nu)
 
     return optax.GradientTransformation(init, update)
+
+
+def _layer_by_layer(one: Callable, stacked: tuple[Array, Any, Any]) -> tuple[Array, Any, Any]:
+    """What `one` makes of each layer, over the layer: the gradient's memory becomes the direction's."""
+
+    def body(i: Array, stacked: tuple[Array, Any, Any]) -> tuple[Array, Any, Any]:
+        layer = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), stacked)
+        return jax.tree.map(lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, i, 0), stacked, one(*layer))
+
+    return jax.lax.fori_loop(0, stacked[0].shape[0], body, stacked)
 
 
 def _leading(path: Any) -> int:

@@ -116,7 +116,7 @@ def predict(work: Workload, remat: str) -> Memory:
         offloaded=inputs if remat == "offload" else 0,
         kept=max(0, kept_bytes(work, remat) - inputs),
         loss=loss_bytes(work),
-        layer=layer_bytes(work, remat),
+        layer=layer_bytes(work, remat) + _tied_bytes(work),
     )
 
 
@@ -190,6 +190,15 @@ def layer_bytes(work: Workload, remat: str) -> int:
     unpacked or cast.
     """
     return max(_group(work, stack, remat) for stack in work.cfg.stacks) + _unpacked_bytes(work)
+
+
+def _tied_bytes(work: Workload) -> int:
+    """A trained embedding that is the head too has two gradients, the loss' and the look-up's, which meet at the end.
+
+    Where microbatches are summed, each joins the sum by itself.
+    """
+    trained = work.cfg.tie_embeddings and "embed" in work.state.params and work.accumulation == 1
+    return 4 * work.cfg.vocab_size * work.cfg.width if trained else 0
 
 
 def _group(work: Workload, stack: Stack, remat: str) -> int:
