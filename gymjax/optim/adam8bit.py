@@ -13,13 +13,13 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int, PyTree
 
-from gymjax.quant.blockwise import Blockwise, dequantize, quantize, zeros
+from gymjax.quant.blockwise import BLOCK, Blockwise, dequantize, quantize, zeros
 
 SMALLEST = 4096
 """Tensors of fewer elements keep f32 moments (bitsandbytes' min_8bit_size)."""
 
 LARGEST = 2**24
-"""Stacked tensors of more elements are updated layer by layer, in place: moments in f32 exist of one layer only."""
+"""Weights of more elements are updated piece by piece, in place: moments in f32 exist of one piece only."""
 
 
 class Adam8bitState(NamedTuple):
@@ -61,9 +61,12 @@ def scale_by_adam_8bit(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) ->
                 return m / c1 / (jnp.sqrt(v) / c2 + eps), _like(mu, m, leading), _like(nu, v, leading)
 
             leading = _leading(path)
-            if isinstance(mu, Blockwise) and leading and grad.size > LARGEST:
-                return _layer_by_layer(lambda grad, mu, nu: one(grad, mu, nu, 0), (grad, mu, nu))
-            return one(grad, mu, nu, leading)
+            # A layer each, or a column of blocks: wide weights are split over devices by their rows.
+            axis, pieces = (0, grad.shape[0]) if leading else (-1, grad.shape[-1] // BLOCK)
+            cut = leading or grad.shape[-1] % BLOCK == 0
+            if not isinstance(mu, Blockwise) or grad.size <= LARGEST or not cut:
+                return one(grad, mu, nu, leading)
+            return _piece_by_piece(lambda grad, mu, nu: one(grad, mu, nu, leading), (grad, mu, nu), axis, pieces)
 
         found = jax.tree_util.tree_map_with_path(moment, updates, state.mu, state.nu)
         steps, mu, nu = (
@@ -74,14 +77,19 @@ def scale_by_adam_8bit(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) ->
     return optax.GradientTransformation(init, update)
 
 
-def _layer_by_layer(one: Callable, stacked: tuple[Array, Any, Any]) -> tuple[Array, Any, Any]:
-    """What `one` makes of each layer, over the layer: the gradient's memory becomes the direction's."""
+def _piece_by_piece(one: Callable, whole: tuple[Array, Any, Any], axis: int, pieces: int) -> tuple[Array, Any, Any]:
+    """What `one` makes of each piece along an axis, over the piece: the gradient's memory becomes the direction's."""
 
-    def body(i: Array, stacked: tuple[Array, Any, Any]) -> tuple[Array, Any, Any]:
-        layer = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), stacked)
-        return jax.tree.map(lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, i, 0), stacked, one(*layer))
+    def start(i: Array, x: Array) -> tuple[Array, int, int]:
+        size = x.shape[axis] // pieces
+        return i * size, size, axis % x.ndim
 
-    return jax.lax.fori_loop(0, stacked[0].shape[0], body, stacked)
+    def body(i: Array, whole: tuple[Array, Any, Any]) -> tuple[Array, Any, Any]:
+        piece = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, *start(i, x)), whole)
+        place = lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, start(i, x)[0], axis % x.ndim)  # noqa: E731
+        return jax.tree.map(place, whole, one(*piece))
+
+    return jax.lax.fori_loop(0, pieces, body, whole)
 
 
 def _leading(path: Any) -> int:

@@ -76,6 +76,7 @@ class Memory:
         kept: what else the backward pass finds.
         loss: of the head on one chunk of tokens: logits and their gradient.
         layer: widest moment of one layer's backward pass.
+        update: of the optimizer's, beside gradients.
     """
 
     frozen: int
@@ -88,6 +89,7 @@ class Memory:
     kept: int
     loss: int
     layer: int
+    update: int
 
     @property
     def resident(self) -> int:
@@ -99,7 +101,8 @@ class Memory:
         """Most bytes at once: a chunk's loss comes before the gradients, unless earlier microbatches left some."""
         summed = self.gradients // 2 if self.gradients > self.trained else 0
         widest = max(self.loss + summed, self.layer + self.gradients)
-        return self.resident + self.inputs - self.offloaded + self.kept + widest
+        step = self.inputs - self.offloaded + self.kept + widest
+        return self.resident + max(step, self.gradients - summed + self.update)
 
 
 def predict(work: Workload, remat: str) -> Memory:
@@ -117,6 +120,7 @@ def predict(work: Workload, remat: str) -> Memory:
         kept=max(0, kept_bytes(work, remat) - inputs),
         loss=loss_bytes(work),
         layer=layer_bytes(work, remat) + _tied_bytes(work),
+        update=update_bytes(work),
     )
 
 
@@ -165,12 +169,13 @@ def _unsharded(tree: PyTree) -> PyTree:
 def loss_bytes(work: Workload) -> int:
     """Of one chunk of tokens the logits in f32 and their gradient in the compute dtype; one D of all tokens.
 
-    A trained head adds its gradient, summed in f32; a head stored in another dtype adds its cast.
+    A bound on logits (softcap) wants them twice in f32, before and after. A trained head adds its gradient, summed in
+    f32; a head stored in another dtype adds its cast.
     """
     cfg, item = work.cfg, work.dtype.itemsize
     chunks = -(-work.tokens // CHUNK_TOKENS)
     chunk = work.rows * -(-work.length // min(chunks, work.length))
-    size = chunk * cfg.vocab_size * (4 + item) + work.tokens * cfg.width * item
+    size = chunk * cfg.vocab_size * (4 + (item if cfg.logit_softcap is None else 4)) + work.tokens * cfg.width * item
     model = nnx.merge(work.graphdef, work.state.params, work.frozen)
     head = model.head_variable()
     if isinstance(head, Trained):
@@ -263,6 +268,16 @@ def _unpacked_elements(weight: Any) -> int:
     if isinstance(weight, NF4Weight):  # its shape is that of one layer's, or of one expert's
         return 3 * math.prod((*weight.codes.shape[1:-1], *weight.shape))
     return math.prod(weight.shape[1:])
+
+
+def update_bytes(work: Workload) -> int:
+    """Of the optimizer's update: it fuses into one pass over each weight, but where moments are kept in 8 bits.
+
+    Then a weight is updated piece by piece, and its gradient and the codes of a moment are there twice.
+    """
+    if not any(leaf.dtype == jnp.uint8 for leaf in jax.tree.leaves(work.state.opt_state)):
+        return 0
+    return max(device_bytes(leaf) + leaf.size // work.fsdp for leaf in jax.tree.leaves(work.state.params))
 
 
 def attention_name(work: Workload) -> str:

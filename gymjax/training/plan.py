@@ -98,7 +98,8 @@ def _candidates(work: Workload, full: Memory) -> Iterator[tuple[str, Memory]]:
         for chosen in itertools.combinations(sizes, count):
             remat = ",".join(name for unit in chosen for name in unit)
             kept = full.kept + sum(sizes[unit] for unit in chosen)
-            yield remat, dataclasses.replace(full, kept=kept, layer=layer_bytes(work, remat))
+            layer = full.layer - layer_bytes(work, "full") + layer_bytes(work, remat)
+            yield remat, dataclasses.replace(full, kept=kept, layer=layer)
 
 
 def units(work: Workload) -> list[tuple[str, ...]]:
@@ -233,10 +234,11 @@ def describe(plan: Plan) -> list[str]:
         (f"kept: {kept}" if kept else "kept beside them", memory.kept),
         ("loss of a chunk of tokens", memory.loss),
         ("backward pass of a layer", memory.layer),
+        ("the optimizer's update", memory.update),
     ]
     lines = [f"plan: {work.rows} x {work.length} tokens a device, gradient_checkpointing {plan.remat}"]
     lines[0] += f" ({plan.why})" if plan.why else ""
-    lines += [f"  {name:<28} {size / GIB:8.3f} GiB" for name, size in rows]
+    lines += [f"  {name:<28} {size / GIB:8.3f} GiB" for name, size in rows if size]
     if memory.offloaded:
         lines.append(
             f"  {'layer inputs on the host':<28} {memory.offloaded / GIB:8.3f} GiB of {host_bytes() / GIB:.1f}"

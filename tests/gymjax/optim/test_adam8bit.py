@@ -49,9 +49,9 @@ def oracle(steps, shape, tensors, kept):
     return direction.reshape(shape)
 
 
-@pytest.mark.parametrize("layer_by_layer", [False, True])
-def test_directions_follow_the_equations(layer_by_layer, monkeypatch):
-    if layer_by_layer:
+@pytest.mark.parametrize("in_pieces", [False, True])
+def test_directions_follow_the_equations(in_pieces, monkeypatch):
+    if in_pieces:
         monkeypatch.setattr(adam8bit, "LARGEST", 0)
     optimizer = scale_by_adam_8bit(B1, B2, EPS)
     state, update, seen = optimizer.init(params_of()), jax.jit(optimizer.update), []
