@@ -132,7 +132,9 @@ class TrainConfig:
     profile_steps: str | None = None  # "3-5" writes a JAX profile of these steps to output_dir/profile
     dp_size: int = -1  # data-parallel devices; -1 = all that fsdp_size leaves
     fsdp_size: int = 1  # devices that share one copy of the weights; -1 = all that dp_size leaves
-    compile_cache_dir: str | None = None
+    compile_cache_dir: str | None = (
+        None  # ours: compiled steps are kept; None = ~/.cache/gymjax/compiled on GPUs; or none
+    )
     disable_tqdm: bool = False
 
     @property

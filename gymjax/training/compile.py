@@ -99,8 +99,13 @@ def describe_program(program: Program, shape: tuple[int, ...]) -> str:
 
 
 def use_compile_cache(folder: str | None) -> None:
-    """Keeps compiled programs on disk between runs: in `folder`, or on GPUs in ~/.cache/gymjax/compiled by default."""
+    """Keeps compiled programs on disk between runs.
+
+    Args:
+        folder: where; "none" for nowhere; None for JAX_COMPILATION_CACHE_DIR, or on GPUs, where compiling is slow, for
+            ~/.cache/gymjax/compiled.
+    """
     if folder is None and jax.default_backend() == "gpu":
-        folder = str(Path.home() / ".cache" / "gymjax" / "compiled")
+        folder = jax.config.jax_compilation_cache_dir or str(Path.home() / ".cache" / "gymjax" / "compiled")
     if folder is not None:
-        jax.config.update("jax_compilation_cache_dir", folder)
+        jax.config.update("jax_compilation_cache_dir", None if folder == "none" else folder)

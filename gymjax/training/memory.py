@@ -42,6 +42,7 @@ class Workload:
         accumulation: microbatches of a step.
         dtype: of activations.
         fsdp: devices that share one copy of the weights.
+        shards: devices that share a microbatch's rows.
     """
 
     cfg: DecoderConfig
@@ -54,6 +55,7 @@ class Workload:
     accumulation: int
     dtype: jnp.dtype
     fsdp: int = 1
+    shards: int = 1
 
     @property
     def tokens(self) -> int:
@@ -117,7 +119,7 @@ def predict(work: Workload, remat: str) -> Memory:
         gradients=trained * min(2, work.accumulation),
         inputs=inputs,
         offloaded=inputs if remat == "offload" else 0,
-        kept=max(0, kept_bytes(work, remat) - inputs),
+        kept=max(0, kept_bytes(work, remat) - inputs) + _gathered_bytes(work),
         loss=loss_bytes(work),
         layer=layer_bytes(work, remat) + _tied_bytes(work),
         update=update_bytes(work),
@@ -173,7 +175,7 @@ def loss_bytes(work: Workload) -> int:
     f32; a head stored in another dtype adds its cast.
     """
     cfg, item = work.cfg, work.dtype.itemsize
-    chunks = -(-work.tokens // CHUNK_TOKENS)
+    chunks = -(-work.tokens * work.shards // CHUNK_TOKENS)  # of what all devices hold together
     chunk = work.rows * -(-work.length // min(chunks, work.length))
     size = chunk * cfg.vocab_size * (4 + (item if cfg.logit_softcap is None else 4)) + work.tokens * cfg.width * item
     model = nnx.merge(work.graphdef, work.state.params, work.frozen)
@@ -204,6 +206,11 @@ def _tied_bytes(work: Workload) -> int:
     """
     trained = work.cfg.tie_embeddings and "embed" in work.state.params and work.accumulation == 1
     return 4 * work.cfg.vocab_size * work.cfg.width if trained else 0
+
+
+def _gathered_bytes(work: Workload) -> int:
+    """The embedding, which each of several devices that share the weights collects for its look-ups."""
+    return work.dtype.itemsize * work.cfg.vocab_size * work.cfg.width if work.fsdp > 1 else 0
 
 
 def _group(work: Workload, stack: Stack, remat: str) -> int:

@@ -92,7 +92,7 @@ def _candidates(work: Workload, full: Memory) -> Iterator[tuple[str, Memory]]:
     """Every remat that "auto" looks at, with its memory; sizes of names add up, so each unit is measured once."""
     yield "full", full
     yield "none", predict(work, "none")
-    base = full.inputs + full.kept
+    base = kept_bytes(work, "full")
     sizes = {unit: kept_bytes(work, ",".join(unit)) - base for unit in units(work)}
     for count in range(1, len(sizes) + 1):
         for chosen in itertools.combinations(sizes, count):

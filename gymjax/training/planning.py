@@ -13,7 +13,7 @@ from gymjax.config import Config
 from gymjax.dtypes import policy
 from gymjax.models.decoder import Decoder
 from gymjax.optim.build import build
-from gymjax.training.compile import compile_program, jit_step
+from gymjax.training.compile import compile_program, describe_program, jit_step, use_compile_cache
 from gymjax.training.inputs import Inputs, open_inputs, planned_steps
 from gymjax.training.memory import Workload, abstract_batch
 from gymjax.training.mesh import batch_sharding, batch_shards, sharded_shapes
@@ -57,6 +57,7 @@ def workload(config: Config, inputs: Inputs) -> Workload:
         accumulation=config.train.gradient_accumulation_steps,
         dtype=np.dtype(policy(inputs.precision).compute),
         fsdp=inputs.mesh.shape["fsdp"],
+        shards=batch_shards(inputs.mesh),
     )
 
 
@@ -79,6 +80,7 @@ def show_plan(config: Config) -> tuple[list[str], bool]:
     Returns:
         (lines, whether it fits).
     """
+    use_compile_cache(config.train.compile_cache_dir)  # the run then finds the program there
     inputs = open_inputs(config)
     plan = plan_run(config, inputs)
     lines = describe(plan)
@@ -95,4 +97,4 @@ def show_plan(config: Config) -> tuple[list[str], bool]:
     if program.peak_gib is not None:
         share = plan.memory.peak / GIB / program.peak_gib - 1
         lines.append(f"  {'by the compiler':<28} {program.peak_gib:8.3f} GiB (the plan is {share:+.1%} off)")
-    return lines, True
+    return [*lines, describe_program(program, batch["tokens"].shape)], True
