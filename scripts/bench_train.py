@@ -117,8 +117,8 @@ def time_step(shape: str, base: str, remat: str, rows: int, length: int, attenti
 
     Returns:
         tok_s, compile_s, loss and the like; of memory peak_gib (measured), predicted_gib (the compiler's analysis),
-        plan_gib (the planner's, with the remat it chose), live_gib (arrays between steps) and in_use_gib (what the
-        allocator counts for them).
+        plan_gib (the planner's, with the remat it chose), live_gib (arrays before the first step); what the allocator
+        counts before the first step, after it and at the end (in_use_gib), and its peaks so far at the former two.
     """
     import jax
     import numpy as np
@@ -153,8 +153,11 @@ def time_step(shape: str, base: str, remat: str, rows: int, length: int, attenti
     step = jax.jit(make_step(graphdef, optimizer, plan.settings), donate_argnums=0)
     program = compile_program(step, state, frozen, batch)
     del model, params, work
-    stats, live = jax.local_devices()[0].memory_stats() or {}, sum(array.nbytes for array in jax.live_arrays())
-    for _ in range(3):
+    live, memory = sum(array.nbytes for array in jax.live_arrays()), [allocator()]
+    state, metrics = program.call(state, frozen, batch)
+    jax.block_until_ready(metrics)
+    memory.append(allocator())
+    for _ in range(2):
         state, metrics = program.call(state, frozen, batch)
     jax.block_until_ready(metrics)
     seconds = []
@@ -175,13 +178,21 @@ def time_step(shape: str, base: str, remat: str, rows: int, length: int, attenti
         "plan_gib": plan.memory.peak / GIB,
         "remat": plan.remat,
         "live_gib": live / GIB,
-        "in_use_gib": stats.get("bytes_in_use", 0) / GIB,
+        "in_use_gib": [each["bytes_in_use"] / GIB for each in [*memory, allocator()]],
+        "peaks_gib": [each["peak_bytes_in_use"] / GIB for each in memory],
         "compile_s": program.seconds,
         "mfu": None if peak is None else flops / median / peak,
         "loss": float(metrics["loss"]),
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
     }
+
+
+def allocator() -> dict[str, int]:
+    """What the device's allocator counts, zeros where there is none (CPU)."""
+    import jax
+
+    return {"bytes_in_use": 0, "peak_bytes_in_use": 0} | (jax.local_devices()[0].memory_stats() or {})
 
 
 def decoder_cfg(hf: dict):

@@ -2,12 +2,15 @@
 
 Usage: python scripts/check_plan.py [--steps 2] [--offline] [SETTING ...]       (a setting: shape,base,batch,remat)
 
-Each setting runs in a process of its own: a step of bench_train.py on random weights. A setting that fails is named,
-and the others go on. With --offline the step is compiled for an H200 on any machine (compile_step.py) and nothing is
-measured; XLA_FLAGS=--xla_gpu_enable_triton_gemm=false then gives the matrix products that tuning mostly picks. Columns:
-planned, the compiler's (XLA), measured, and by how much the plan is off the last one there is; then what the arrays
-between steps take, and what the allocator counts for them. Exit status 1 where a setting failed or a plan is more than
-BAR off.
+Each setting runs in a process of its own: a step of bench_train.py on random weights, with the attention that packed
+rows take (--attention names another). A setting that fails is named, and the others go on. With --offline the step is
+compiled for an H200 on any machine (compile_step.py) and nothing is measured; with
+XLA_FLAGS=--xla_gpu_enable_triton_gemm=false it has the matrix products that tuning mostly picks.
+
+Columns: planned, the compiler's (XLA), measured, and by how much the plan is off the last one there is; then what the
+arrays take before the first step, what the allocator counts for them, at the end again, and its peaks after compiling
+and after one step: they say whether a difference is the allocator's waste, grew with the steps, or comes from tuning.
+Exit status 1 where a setting failed or a plan is more than BAR off.
 """
 
 from __future__ import annotations
@@ -37,10 +40,10 @@ SETTINGS = (
 BAR = 0.05
 
 
-def run(setting: str, steps: int, offline: bool) -> dict | None:
+def run(setting: str, steps: int, attention: str, offline: bool) -> dict | None:
     """A setting's numbers; None where it failed."""
     shape, base, batch, remat = setting.split(",", 3)
-    options = ["--shape", shape, "--base", base, "--batch", batch, "--remat", remat]
+    options = ["--shape", shape, "--base", base, "--batch", batch, "--remat", remat, "--attention", attention]
     script = ["compile_step.py", "--json"] if offline else ["bench_train.py", "--only", "--steps", str(steps)]
     command = [sys.executable, str(SCRIPTS / script[0]), *script[1:], *options]
     try:
@@ -64,11 +67,13 @@ def off(result: dict) -> float:
 
 def row(setting: str, result: dict) -> str:
     """One line of the table."""
-    shown = [result.get(name) for name in ("plan_gib", "predicted_gib", "peak_gib", "live_gib", "in_use_gib")]
-    planned, predicted, measured, live, in_use = (f"{value:8.2f}" if value else f"{'-':>8}" for value in shown)
+    before, _, after = result.get("in_use_gib", (None,) * 3)
+    shown = [result.get(name) for name in ("plan_gib", "predicted_gib", "peak_gib", "live_gib")]
+    shown += [before, after, *result.get("peaks_gib", (None, None))]
+    planned, predicted, measured, *counted = (f"{value:8.2f}" if value else f"{'-':>8}" for value in shown)
     speed = f"{result['tok_s']:8.0f} tok/s" if result.get("tok_s") else ""
     chosen = f" -> {result['remat']}" if setting.endswith("auto") else ""
-    return f"{setting:<54}{planned}{predicted}{measured} {off(result):+7.1%}{live}{in_use} {speed}{chosen}"
+    return f"{setting:<54}{planned}{predicted}{measured} {off(result):+7.1%}{''.join(counted)} {speed}{chosen}"
 
 
 def main() -> int:
@@ -76,13 +81,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("settings", nargs="*", default=SETTINGS)
     parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--attention", default="mosaic_gpu", choices=("mosaic_gpu", "cudnn", "xla"))
     parser.add_argument("--offline", action="store_true")
     options = parser.parse_args()
     columns = "".join(f"{name:>8}" for name in ("planned", "XLA", "peak"))
-    print(f"{'setting (GiB)':<54}{columns} {'off':>7}{'live':>8}{'in use':>8}")
+    counted = "".join(f"{name:>8}" for name in ("live", "in use", "at end", "compile", "1 step"))
+    print(f"{'setting (GiB)':<54}{columns} {'off':>7}{counted}")
     found = {}
     for setting in options.settings:
-        result = run(setting, options.steps, options.offline)
+        result = run(setting, options.steps, options.attention, options.offline)
         if result is not None:
             found[setting] = result
             print(row(setting, result), flush=True)
