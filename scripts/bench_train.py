@@ -127,10 +127,10 @@ def time_step(shape: str, base: str, remat: str, rows: int, length: int, attenti
     from gymjax.config import OptimConfig
     from gymjax.optim.build import build
     from gymjax.training.compile import compile_program
-    from gymjax.training.memory import Workload
     from gymjax.training.metrics import GIB, device_memory_gib, peak_flops, peak_memory_gib, step_flops
     from gymjax.training.plan import choose
     from gymjax.training.step import StepSettings, init_state, make_step, split_model
+    from gymjax.training.workload import Workload
 
     model = random_model(shape, base)
     attach(model, LoraSpec(rank=RANK, alpha=RANK), key=jax.random.key(1))

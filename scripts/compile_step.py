@@ -34,10 +34,10 @@ from gymjax.adapters.lora import LoraSpec, attach
 from gymjax.config import OptimConfig
 from gymjax.optim.build import build
 from gymjax.training.compile import program_peak_gib
-from gymjax.training.memory import Workload
 from gymjax.training.metrics import GIB
 from gymjax.training.plan import Plan, choose, describe
 from gymjax.training.step import StepSettings, init_state, make_step, split_model
+from gymjax.training.workload import Workload
 from pallas_kernels import _platform
 
 WIDTHS = {"pred": 1, "u8": 1, "s8": 1, "bf16": 2, "f16": 2, "u16": 2, "f32": 4, "s32": 4, "u32": 4, "s64": 8, "f64": 8}

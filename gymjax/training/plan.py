@@ -14,19 +14,11 @@ from gymjax.models.decoder import SAVED_NAMES
 from gymjax.models.decoder_config import LayerKind
 from gymjax.nn.mlp import CHUNK
 from gymjax.optim.labels import labels
-from gymjax.training.memory import (
-    Memory,
-    Workload,
-    attention_name,
-    device_bytes,
-    ffn_elements,
-    kept_bytes,
-    kept_names,
-    layer_bytes,
-    predict,
-)
+from gymjax.training.memory import Memory, kept_bytes, predict
 from gymjax.training.metrics import GIB, peak_flops
+from gymjax.training.moments import ffn_elements, kept_names, layer_bytes
 from gymjax.training.step import StepSettings
+from gymjax.training.workload import Workload, attention_name, device_bytes
 
 FILL = 0.92  # of the device's memory that "auto" fills: predictions are good to 5 %, and evaluation needs a little
 REACHED = 0.55  # of the datasheet's rate, by the matrix products and attention of a step on an H200

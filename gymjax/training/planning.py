@@ -15,12 +15,12 @@ from gymjax.models.decoder import Decoder
 from gymjax.optim.build import build
 from gymjax.training.compile import compile_program, describe_program, jit_step, use_compile_cache
 from gymjax.training.inputs import Inputs, open_inputs, planned_steps
-from gymjax.training.memory import Workload, abstract_batch
 from gymjax.training.mesh import batch_sharding, batch_shards, sharded_shapes
 from gymjax.training.metrics import GIB, device_memory_gib
 from gymjax.training.plan import Plan, choose, describe, refusal
 from gymjax.training.setup import choose_trained, step_settings
 from gymjax.training.step import init_state, split_model
+from gymjax.training.workload import Workload, abstract_batch
 
 
 def workload(config: Config, inputs: Inputs) -> Workload:

@@ -15,9 +15,10 @@ from gymjax.models.decoder_config import LayerKind, Stack
 from gymjax.optim.build import build
 from gymjax.quant import weight_bytes
 from gymjax.training.compile import compile_program, jit_step
-from gymjax.training.memory import Workload, abstract_batch, kept_bytes, predict
+from gymjax.training.memory import kept_bytes, predict
 from gymjax.training.metrics import GIB
 from gymjax.training.step import StepSettings, init_state, split_model
+from gymjax.training.workload import Workload, abstract_batch
 
 SHAPE = {"width": 128, "ffn_width": 384, "heads": 4, "kv_heads": 2, "head_dim": 32, "vocab_size": 2048}
 LAYERS, ROWS, LENGTH = 6, 8, 256
