@@ -1,7 +1,7 @@
 """A named shape of an operation, shared by tests and the bench, and what it is measured against."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -18,7 +18,10 @@ class Case:
         bytes: bytes that the forward pass must read and write.
         flops_fwd_bwd: floating-point operations of forward and backward together.
         bytes_fwd_bwd: bytes that forward and backward together must read and write.
-        wrt: positions of the arguments that the backward pass differentiates.
+        wrt: positions of the arguments that the backward pass differentiates; none for a function without gradient.
+        function: of the operation's folder that is called; None for the one of its name.
+        metric: "tflops" or "gbps"; None for the operation's own.
+        parts: metric -> (position of an argument, operations of its gradient alone), where that is timed too.
     """
 
     name: str
@@ -28,6 +31,9 @@ class Case:
     flops_fwd_bwd: float
     bytes_fwd_bwd: float
     wrt: tuple[int, ...]
+    function: str | None = None
+    metric: str | None = None
+    parts: Mapping[str, tuple[int, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

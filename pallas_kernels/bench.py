@@ -28,6 +28,8 @@ from pallas_kernels._case import Case, Peer
 _FILES = {"mosaic_gpu": "mosaic_gpu.py", "jax_triton": "jax_triton.py", "cudnn": "cudnn.py", "xla": "reference.py"}
 _ROOT = Path(__file__).parent
 _LESS_IS_BETTER = ("peak_gib",)
+# Refuses, or out of memory; peers refuse with what they like. The others are timed all the same.
+_FAILURES = (NotImplementedError, ValueError, TypeError, AssertionError, ExceptionGroup, jax.errors.JaxRuntimeError)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -67,18 +69,19 @@ def measure(
         case: what is timed.
         module: the operation's cases.py.
         implementations: of ours that are timed; None for all that exist.
-        peers: timed here too; None for those of the module.
+        peers: timed here too; None for those of the module, which are the operation's own function's.
         measured: metrics of peers that another program timed in the same run.
     """
     args, arrays, static = build(case)
     implementations = implementations or [name for name, file in _FILES.items() if (_ROOT / op / file).exists()]
     results = dict(measured or {})
-    peers = module.PEERS if peers is None else peers
-    for name, peer in ({name: Peer(_bind(op, name)) for name in implementations} | dict(peers)).items():
+    peers = (module.PEERS if peers is None else peers) if case.function is None else {}
+    ours = {name: Peer(_bind(op, case.function or op, name)) for name in implementations}
+    for name, peer in (ours | dict(peers)).items():
         try:
-            results[name] = _metrics(case, peer, args, arrays, static, module.METRIC)
-        except (NotImplementedError, jax.errors.JaxRuntimeError) as error:  # refuses, or out of memory
-            print(f"{case.name} {name}: {error}", file=sys.stderr)
+            results[name] = _metrics(case, peer, args, arrays, static, case.metric or module.METRIC)
+        except _FAILURES as error:
+            print(f"{case.name} {name}: {str(error)[:2000]}", file=sys.stderr)
     about = {
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
@@ -117,8 +120,8 @@ def _select(module: ModuleType, names: list[str], tiny: bool) -> list[Case]:
     return [known[name] for name in names or known]
 
 
-def _bind(op: str, implementation: str) -> Callable[..., Any]:
-    function = getattr(importlib.import_module(f"pallas_kernels.{op}"), op)
+def _bind(op: str, name: str, implementation: str) -> Callable[..., Any]:
+    function = getattr(importlib.import_module(f"pallas_kernels.{op}"), name)
     return lambda *args, **kwargs: function(*args, **kwargs, implementation=implementation)
 
 
@@ -141,13 +144,30 @@ def _metrics(
 
     fwd = jax.jit(forward).lower(args, arrays).compile()
     out = fwd(args, arrays)
+    seconds = median_seconds(fwd, args, arrays)
+    work, work_both, unit = (case.flops, case.flops_fwd_bwd, 1e12)
+    if metric == "gbps":
+        work, work_both, unit = (case.bytes, case.bytes_fwd_bwd, 1e9)
+    alone, together = ("gbps", "gbps_fwd_bwd") if metric == "gbps" else ("tflops_fwd", "tflops_fwd_bwd")
+    if not case.wrt:
+        return {alone: work / seconds / unit, "peak_gib": _bytes(fwd) / 2**30}
     cotangent = jax.tree.map(lambda o: jax.random.normal(jax.random.key(1), o.shape, o.dtype), out)
     both = jax.jit(forward_backward).lower(args, arrays, cotangent).compile()
-    seconds, seconds_both = median_seconds(fwd, args, arrays), median_seconds(both, args, arrays, cotangent)
-    if metric == "tflops":
-        rates = {"tflops_fwd": case.flops / seconds / 1e12, "tflops_fwd_bwd": case.flops_fwd_bwd / seconds_both / 1e12}
-    else:
-        rates = {"gbps": case.bytes / seconds / 1e9, "gbps_fwd_bwd": case.bytes_fwd_bwd / seconds_both / 1e9}
+    seconds_both = median_seconds(both, args, arrays, cotangent)
+    rates = {alone: work / seconds / unit, together: work_both / seconds_both / unit}
+    for part, (position, flops) in case.parts.items():
+
+        def gradient(args: tuple, arrays: dict[str, jax.Array], cotangent: Any, position: int = position) -> Any:
+            def of_one(arg: jax.Array) -> Any:
+                return forward((*args[:position], arg, *args[position + 1 :]), arrays)
+
+            return jax.vjp(of_one, args[position])[1](cotangent)  # the compiler drops the forward pass where it can
+
+        try:
+            alone = jax.jit(gradient).lower(args, arrays, cotangent).compile()
+            rates[part] = flops / median_seconds(alone, args, arrays, cotangent) / 1e12
+        except _FAILURES as error:
+            print(f"{case.name} {part}: {error}", file=sys.stderr)
     return rates | {"peak_gib": _bytes(both) / 2**30}
 
 

@@ -10,6 +10,7 @@ this run reads and writes 1 GiB, the roof of operations that move more than they
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import importlib.util
 import json
@@ -33,6 +34,16 @@ def tokamax_attention(q, k, v, *, causal, window, segment_ids, softcap=None, det
     if window is not None or segment_ids is not None:
         raise NotImplementedError("not compared on windows and documents")
     return tokamax.dot_product_attention(q, k, v, is_causal=causal, logits_soft_cap=softcap, implementation="mosaic")
+
+
+def tokamax_ragged_dot(x, w, group_sizes):
+    """tokamax's Hopper kernels for grouped products; its weights are (E, D, F)."""
+    import tokamax
+
+    try:
+        return tokamax.ragged_dot(x, w, group_sizes, implementation="mosaic")
+    except Exception as error:  # whatever it refuses with, the others are still timed
+        raise NotImplementedError(f"tokamax: {error}") from error
 
 
 def torch_attention(shapes: list, static: dict[str, Any]) -> Calls:
@@ -198,18 +209,25 @@ def main() -> None:
     known = {case.name: case for case in cases.CASES}
     if unknown := set(options.case) - set(known):
         parser.error(f"unknown cases {sorted(unknown)}; known: {', '.join(known)}")
-    attends = options.op == "flash_attention"
-    peers = {} if attends else dict(cases.PEERS)
-    if attends and importlib.util.find_spec("tokamax") is not None:
-        peers["tokamax"] = Peer(tokamax_attention)
-    elif attends:
+    of_tokamax = {"flash_attention": Peer(tokamax_attention)}
+    if options.op == "grouped_matmul":
+        of_tokamax["grouped_matmul"] = Peer(tokamax_ragged_dot, cases.swapped)
+    ours = {"flash_attention": ("mosaic_gpu", "cudnn"), "grouped_matmul": ("mosaic_gpu", "xla")}
+    peers = {} if options.op in of_tokamax else dict(cases.PEERS)
+    if options.op == "grouped_matmul":
+        peers["ragged_dot"] = cases.PEERS["ragged_dot"]  # without the one that takes E times the work and memory
+    if options.op in of_tokamax and importlib.util.find_spec("tokamax") is not None:
+        peers["tokamax"] = of_tokamax[options.op]
+    elif options.op in of_tokamax:
         print("tokamax is not installed and not timed", file=sys.stderr)
-    copy = {"copy": copy_rate()} if cases.METRIC == "gbps" else {}
+    rate = functools.cache(copy_rate)
     out = options.out or Path("scripts/results") / f"{options.op}.jsonl"
     for name in options.case or known:
-        measured = copy | torch_metrics(options.op, known[name], *bench.build(known[name]))
-        timed: dict[str, Any] = {"implementations": ("mosaic_gpu", "cudnn")} if attends else {}
-        for line in bench.measure(options.op, known[name], cases, peers=peers, measured=measured, **timed):
+        case = known[name]
+        measured = {"copy": rate()} if (case.metric or cases.METRIC) == "gbps" else {}
+        measured |= {} if case.function else torch_metrics(options.op, case, *bench.build(case))
+        timed: dict[str, Any] = {"implementations": ours[options.op]} if options.op in ours else {}
+        for line in bench.measure(options.op, case, cases, peers=peers, measured=measured, **timed):
             text = json.dumps(line)
             print(text, flush=True)
             with out.open("a") as file:

@@ -112,14 +112,8 @@ def random_model(shape: str, base: str):
     return model
 
 
-def time_step(shape: str, base: str, remat: str, rows: int, length: int, attention: str | None, steps: int) -> dict:
-    """Compiles and times the trainer's own step.
-
-    Returns:
-        tok_s, compile_s, loss and the like; of memory peak_gib (measured), predicted_gib (the compiler's analysis),
-        plan_gib (the planner's, with the remat it chose), live_gib (arrays before the first step); what the allocator
-        counts before the first step, after it and at the end (in_use_gib), and its peaks so far at the former two.
-    """
+def compile_step(shape: str, base: str, remat: str, rows: int, length: int, attention: str | None):
+    """Compiles the trainer's own step for a model with random weights: (program, plan, state, frozen, batch)."""
     import jax
     import numpy as np
 
@@ -127,7 +121,7 @@ def time_step(shape: str, base: str, remat: str, rows: int, length: int, attenti
     from gymjax.config import OptimConfig
     from gymjax.optim.build import build
     from gymjax.training.compile import compile_program
-    from gymjax.training.metrics import GIB, device_memory_gib, peak_flops, peak_memory_gib, step_flops
+    from gymjax.training.metrics import GIB, device_memory_gib
     from gymjax.training.plan import choose
     from gymjax.training.step import StepSettings, init_state, make_step, split_model
     from gymjax.training.workload import Workload
@@ -151,8 +145,22 @@ def time_step(shape: str, base: str, remat: str, rows: int, length: int, attenti
     }
     batch = jax.device_put(batch)
     step = jax.jit(make_step(graphdef, optimizer, plan.settings), donate_argnums=0)
-    program = compile_program(step, state, frozen, batch)
-    del model, params, work
+    return compile_program(step, state, frozen, batch), plan, state, frozen, batch
+
+
+def time_step(shape: str, base: str, remat: str, rows: int, length: int, attention: str | None, steps: int) -> dict:
+    """Compiles and times the trainer's own step.
+
+    Returns:
+        tok_s, compile_s, loss and the like; of memory peak_gib (measured), predicted_gib (the compiler's analysis),
+        plan_gib (the planner's, with the remat it chose), live_gib (arrays before the first step); what the allocator
+        counts before the first step, after it and at the end (in_use_gib), and its peaks so far at the former two.
+    """
+    import jax
+
+    from gymjax.training.metrics import GIB, peak_flops, peak_memory_gib, step_flops
+
+    program, plan, state, frozen, batch = compile_step(shape, base, remat, rows, length, attention)
     live, memory = sum(array.nbytes for array in jax.live_arrays()), [allocator()]
     state, metrics = program.call(state, frozen, batch)
     jax.block_until_ready(metrics)

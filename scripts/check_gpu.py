@@ -24,7 +24,9 @@ from check_attention import error
 from gymjax.quant import nf4
 from pallas_kernels.flash_attention import flash_attention
 from pallas_kernels.linear_cross_entropy import linear_cross_entropy
+from pallas_kernels.lora_linear import Projection, lora_linears
 from pallas_kernels.nf4_linear import dequantize, nf4_linear
+from pallas_kernels.swiglu import swiglu
 
 FLOOR = 1e-7  # errors below this are rounding of the comparison itself
 
@@ -119,10 +121,47 @@ def check_nf4() -> bool:
     return same & compare("nf4_linear", lambda x: nf4_linear(x, packed), dense, (x,), cotangent, ("out", "dx"))
 
 
+def check_lora() -> bool:
+    """Adapted layers of one input, with ranks and widths that the kernel takes and some that it does not."""
+    good = True
+    for width, outs, ranks in ((1024, (2048, 512), (16, 8)), (4096, (14336,), (64,)), (14336, (4096,), (16,))):
+        keys = iter(jax.random.split(jax.random.key(width), 9))
+        x = jax.random.normal(next(keys), (3000 // 64 * 64, width), jnp.bfloat16)
+        ws = [jax.random.normal(next(keys), (out, width), jnp.bfloat16) * width**-0.5 for out in outs]
+        factors = []
+        for out, rank in zip(outs, ranks, strict=True):
+            factors.append(jax.random.normal(next(keys), (rank, width), jnp.bfloat16) * width**-0.5)
+            factors.append(jax.random.normal(next(keys), (out, rank), jnp.bfloat16))
+
+        def adapted(x, *factors, ws=ws):
+            pairs = zip(ws, factors[::2], factors[1::2], strict=True)
+            layers = [Projection(w, a, b, jnp.float32(0.5)) for w, a, b in pairs]
+            return jnp.concatenate(lora_linears(x, layers), axis=-1)
+
+        def dense(x, *factors, ws=ws):
+            pairs = zip(ws, factors[::2], factors[1::2], strict=True)
+            return jnp.concatenate([x @ w.astype(x.dtype).T + 0.5 * (x @ a.T) @ b.T for w, a, b in pairs], axis=-1)
+
+        cotangent = jax.random.normal(next(keys), (x.shape[0], sum(outs)), jnp.bfloat16)
+        names = ("out", "dx", *(f"d{name}{i}" for i in range(len(outs)) for name in "ab"))
+        good &= compare(f"lora_linears {width} -> {outs}, R {ranks}", adapted, dense, (x, *factors), cotangent, names)
+    return good
+
+
+def check_swiglu() -> bool:
+    """Both gradients against f32."""
+    gate, up, dy = (jax.random.normal(jax.random.key(i), (1000, 4096), jnp.bfloat16) for i in range(3))
+
+    def dense(gate, up):
+        return jax.nn.silu(gate) * up
+
+    return compare("swiglu", swiglu, dense, (gate, up), dy, ("out", "dg", "du"))
+
+
 def main() -> int:
     """Runs every check."""
     print(jax.devices()[0].device_kind, "jax", jax.__version__)
-    results = [check_attention(), check_loss(), check_nf4()]
+    results = [check_lora(), check_swiglu(), check_attention(), check_loss(), check_nf4()]
     print("all good" if all(results) else "some checks FAILED")
     return int(not all(results))
 

@@ -3,7 +3,7 @@
 Usage: python scripts/compile_hopper.py [NAME ...]        (kernels whose name begins so; default all)
 
 The compiler is that of offline_h200.py. Nothing is run: what compiles here is checked and timed on a GPU by
-scripts/check_attention.py and scripts/bench_peers.py flash_attention.
+scripts/check_attention.py, scripts/check_nf4.py, scripts/check_grouped_matmul.py and scripts/bench_peers.py.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import collections
 import ctypes
 import functools
+import itertools
 import os
 import re
 import subprocess
@@ -28,8 +29,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from offline_h200 import mosaic_environment, tools
 
 from pallas_kernels.flash_attention import mosaic_gpu
+from pallas_kernels.grouped_matmul import mosaic_gpu as grouped
+from pallas_kernels.lora_linear import mosaic_gpu as narrow
+from pallas_kernels.nf4_linear import mosaic_gpu as nf4
+from pallas_kernels.nf4_linear.cases import random_weight
+from pallas_kernels.nf4_linear.mosaic_gpu_matmul import MatmulTiles
 
 COUNTED = ("HGMMA", "MUFU", "FFMA", "FMUL", "FADD", "FMNMX", "F2FP", "LDS", "STS", "STSM", "LDL", "STL", "R2UR", "BAR")
+COUNTED_STRAIGHT = ("SHFL", "FMUL", "FADD", "F2FP", "SHF", "LOP3", "IMAD", "LDG", "STG", "BAR", "LDL", "STL")
 
 
 def modules(function, *args) -> list[bytes]:
@@ -72,7 +79,10 @@ def print_ptx(path: str) -> None:
 
 
 def report(ptx: str) -> list[str]:
-    """ptxas' words on a program, and each inner loop with tensor-core instructions: its length and what is in it."""
+    """ptxas' words on a program, and each inner loop with tensor-core instructions: its length and what is in it.
+
+    Of a program without a loop, all of it.
+    """
     with tempfile.TemporaryDirectory() as folder:
         source, binary = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
         source.write_text(ptx)
@@ -86,7 +96,7 @@ def report(ptx: str) -> list[str]:
 
 
 def loops(listing: str) -> list[str]:
-    """The innermost loops of a disassembly that use the tensor cores."""
+    """The innermost loops of a disassembly that use the tensor cores, or the whole of one without."""
     labels, code, found = {}, [], []
     for line in listing.splitlines():
         if label := re.match(r"(\.L_x_\d+):", line):
@@ -94,15 +104,17 @@ def loops(listing: str) -> list[str]:
         elif instruction := re.search(r"/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\w+\s+)?(.*?);", line):
             code.append(instruction[1])
             back = re.search(r"BRA.*`\((\.L_x_\d+)\)", instruction[1])
-            if back and back[1] in labels:
+            if back and back[1] in labels and labels[back[1]] < len(code) - 1:
                 found.append((labels[back[1]], len(code)))
+    if not _products(code, (0, len(code))):
+        return [_counts("straight line", code, COUNTED_STRAIGHT)]
     inner = [a for a in found if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in found if _products(code, b))]
-    lines = []
-    for begin, end in inner:
-        counts = collections.Counter(instruction.split()[0].split(".")[0] for instruction in code[begin:end])
-        if counts["HGMMA"]:
-            lines.append(f"loop of {end - begin}: " + ", ".join(f"{n} {counts[n]}" for n in COUNTED if counts[n]))
-    return lines
+    return [_counts("loop", code[a:b], COUNTED) for a, b in inner if _products(code, (a, b))]
+
+
+def _counts(name: str, code: list[str], counted: tuple[str, ...]) -> str:
+    counts = collections.Counter(instruction.split()[0].split(".")[0] for instruction in code)
+    return f"{name} of {len(code)}: " + ", ".join(f"{n} {counts[n]}" for n in counted if counts[n])
 
 
 def _products(code: list[str], span: tuple[int, int]) -> bool:
@@ -117,18 +129,67 @@ def attention(width: int, deterministic: bool, softcap: float | None):
     return (lambda q, k, v, dout: jax.vjp(lambda *qkv: attend(*qkv)[0], q, k, v)[1](dout)), (q, k, k, q)
 
 
-def main(wanted: list[str]) -> None:
-    """Prints the report of every kernel of every case."""
+def attention_kernels():
+    """Name, function and arguments of each attention kernel's program, and which of its modules are new."""
     for width in mosaic_gpu.WIDTHS:
         for deterministic in (True, False) if width in mosaic_gpu.FUSED_WIDTHS else (True,):
             for softcap in (None, 30.0):
                 names = ("forward", "dkv", "dq") if deterministic else ("forward", "fused")
-                function, args = attention(width, deterministic, softcap)
                 cases = [f"attention-D{width}{'-softcap' if softcap else ''}-{name}" for name in names]
-                skip = 0 if deterministic else 1  # its forward is the same
-                for case, module in list(zip(cases, modules(function, *args), strict=True))[skip:]:
-                    if not wanted or any(case.startswith(name) for name in wanted):
-                        print(case, *report(assembly(module)), sep="\n  ", flush=True)
+                yield cases, *attention(width, deterministic, softcap), 0 if deterministic else 1  # its forward is old
+
+
+def grouped_kernels():
+    """Likewise of grouped products: the product and both gradients."""
+    for rows, groups, width, out in ((65536, 64, 2048, 1024), (16384, 8, 4096, 192), (65536, 64, 2048, 64)):
+        x, dy = (jax.ShapeDtypeStruct((rows, size), jnp.bfloat16) for size in (width, out))
+        w = jax.ShapeDtypeStruct((groups, out, width), jnp.bfloat16)
+        sizes = jax.ShapeDtypeStruct((groups,), jnp.int32)
+        name = f"grouped-D{width}-F{out}"
+        yield [f"{name}-forward"], grouped.forward, (x, w, sizes), 0
+        yield [f"{name}-dx"], grouped.backward_x, (dy, w, sizes), 0
+        for dtype in (jnp.bfloat16, jnp.float32):
+            case = f"{name}-dw{'' if dtype == jnp.bfloat16 else '-f32'}"
+            yield [case], functools.partial(grouped.backward_w, dtype=dtype), (x, dy, sizes), 0
+
+
+def narrow_kernels():
+    """Likewise of products with adapters in one pass."""
+    for width, rank in ((14336, 16), (4096, 48), (4096, 64)):
+        x, factor, low = (
+            jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((8192, width), (rank, width), (8192, rank))
+        )
+        both = functools.partial(narrow.one_pass, tiles=narrow.NarrowTiles())
+        yield [f"narrow-N{width}-R{rank}"], both, (x, factor, low), 0
+
+
+def nf4_kernels():
+    """Likewise of the kernels that decode weights of Llama-3.1-8B."""
+    for shape in ((14336, 4096), (4096, 14336)):
+        w = jax.eval_shape(lambda shape=shape: random_weight(jax.random.key(0), shape))
+        packed = w.codes, w.absmax, w.nested_absmax, w.offset
+        name = f"O{shape[0]}-I{shape[1]}"
+        unpack = functools.partial(nf4.dequantize, shape=shape, dtype=jnp.bfloat16)
+        yield [f"nf4-dequantize-{name}"], unpack, packed, 0
+        for transpose, tiles in itertools.product((False, True), (MatmulTiles(), MatmulTiles(rows=128, stages=6))):
+            x = jax.ShapeDtypeStruct((512, shape[0] if transpose else shape[1]), jnp.bfloat16)
+
+            def product(x, *packed, shape=shape, transpose=transpose, tiles=tiles):
+                return nf4.fused(x, packed, shape, transpose=transpose, tiles=tiles)
+
+            yield [f"nf4-{'dx' if transpose else 'forward'}-{tiles.rows}-{name}"], product, (x, *packed), 0
+
+
+def main(wanted: list[str]) -> None:
+    """Prints the report of every kernel of every case."""
+    for cases, function, args, skip in itertools.chain(
+        attention_kernels(), grouped_kernels(), narrow_kernels(), nf4_kernels()
+    ):
+        if wanted and not any(case.startswith(name) for case in cases for name in wanted):
+            continue
+        for case, module in list(zip(cases, modules(function, *args), strict=True))[skip:]:
+            if not wanted or any(case.startswith(name) for name in wanted):
+                print(case, *report(assembly(module)), sep="\n  ", flush=True)
 
 
 if __name__ == "__main__":

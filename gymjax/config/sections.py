@@ -11,7 +11,16 @@ from typing import Any, Literal
 Schedule = Literal["linear", "cosine", "constant", "constant_with_warmup", "cosine_with_min_lr"]
 When = Literal["no", "steps", "epoch"]
 REMAT = ("full", "none", "selective", "offload", "auto")
-KEPT_NAMES = ("q", "k", "v", "attention", "attention_lse", "gate", "up")  # what of a layer can be kept by name
+KEPT_NAMES = (
+    "q",
+    "k",
+    "v",
+    "attention",
+    "attention_lse",
+    "middle",
+    "gate",
+    "up",
+)  # what of a layer can be kept by name
 
 
 @dataclass(frozen=True)

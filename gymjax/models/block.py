@@ -7,6 +7,7 @@ import functools
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from gymjax.models.decoder_config import DecoderConfig, LayerKind
@@ -65,7 +66,7 @@ class Block(nnx.Module):
         attn_key, mlp_key = (None, None) if key is None else jax.random.split(key)
         h_BTD = x_BTD if self.attn_norm is None else self.attn_norm(x_BTD)
         h_BTD, cache = self.attn(h_BTD, tables, segment_ids_BT, key=attn_key, implementation=attention, cache=cache)
-        x_BTD = self._add(x_BTD, h_BTD, self.attn_out_norm)
+        x_BTD = checkpoint_name(self._add(x_BTD, h_BTD, self.attn_out_norm), "middle")
         h_BTD = x_BTD if self.mlp_norm is None else self.mlp_norm(x_BTD)
         stats = None
         if isinstance(self.mlp, MoE):

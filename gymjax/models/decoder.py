@@ -21,11 +21,13 @@ from gymjax.nn.norm import RMSNorm
 from gymjax.nn.rope import document_lengths, rope_tables
 from gymjax.nn.routing import RouterStats
 from pallas_kernels import Implementation
+from pallas_kernels.lora_linear import LOW_NAME
 
 INPUT_NAME = "layer_input"
+SMALL_NAMES = (LOW_NAME,)  # kept whatever is recomputed: a hundredth of a layer's input
 # Attention's output and log-sum-exp get their names inside the kernels whose backward starts from them: named outside
 # too, the output would be kept twice.
-SAVED_NAMES = ("q", "k", "v", "attention", "attention_lse", "gate", "up")
+SAVED_NAMES = (*SMALL_NAMES, "q", "k", "v", "attention", "attention_lse", "middle", "gate", "up")
 REMAT = ("none", "full", "selective", "offload")
 
 
@@ -221,19 +223,19 @@ def _scan_stack(run, blocks: nnx.List, x_BTD: Array, kv, key: jax.Array | None, 
     return x_BTD, kv, stats
 
 
-def _kept(remat: str) -> Callable[..., Any] | None:
+def _kept(remat: str) -> Callable[..., Any]:
     """What of a layer's forward pass the backward finds, beside the layer's input."""
     policies = jax.checkpoint_policies
-    if remat == "full":
-        return None
     if remat == "offload":
         return policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=[],
+            names_which_can_be_saved=list(SMALL_NAMES),
             names_which_can_be_offloaded=[INPUT_NAME],
             offload_src="device",
             offload_dst="pinned_host",
         )
-    return policies.save_only_these_names(*(SAVED_NAMES if remat == "selective" else remat.split(",")))
+    if remat == "full":
+        return policies.save_only_these_names(*SMALL_NAMES)
+    return policies.save_only_these_names(*(SAVED_NAMES if remat == "selective" else (*SMALL_NAMES, *remat.split(","))))
 
 
 def _run_group(blocks, x_BTD, kv, *, layer, key, tables, segment_ids_BT, attention, length, counted_BT):

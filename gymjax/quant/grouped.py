@@ -37,8 +37,8 @@ def _grouped_nf4_fwd(x: Array, w: NF4Weight, group_sizes: Array) -> tuple[Array,
 
 def _grouped_nf4_bwd(residuals: tuple[NF4Weight, Array], dy: Array) -> tuple[Array, None, np.ndarray]:
     w, group_sizes = residuals
-    dense = dequantize(w, dy.dtype).swapaxes(1, 2)
-    return grouped_matmul(dy, dense, group_sizes), None, np.zeros(group_sizes.shape, jax.dtypes.float0)
+    dx = grouped_matmul(dy, dequantize(w, dy.dtype), group_sizes, transposed=False)
+    return dx, None, np.zeros(group_sizes.shape, jax.dtypes.float0)
 
 
 _grouped_nf4.defvjp(_grouped_nf4_fwd, _grouped_nf4_bwd)

@@ -19,7 +19,7 @@ from gymjax.models.decoder_config import DecoderConfig, LayerKind, Stack
 from gymjax.nn.mlp import CHUNK
 from gymjax.optim.labels import Trained
 from gymjax.training.workload import Workload, attention_name, device_bytes
-from pallas_kernels.nf4_linear import NF4Weight
+from pallas_kernels.nf4_linear import NF4Weight, refuses
 
 
 def loss_bytes(work: Workload) -> int:
@@ -72,8 +72,8 @@ def _group(work: Workload, stack: Stack, remat: str) -> int:
     widest = max(_backward_elements(work, kind, remat) for kind in stack.pattern)
     if remat != "none":
         more = sum(_forward_elements(work, kind, remat) for kind in stack.pattern[1:])
-    if remat == "offload":  # inputs of this group and the next, on their way
-        more += 2 * work.tokens * work.cfg.width
+    if remat == "offload":  # the next group's input, on its way
+        more += work.tokens * work.cfg.width
     return item * (widest + more)
 
 
@@ -81,7 +81,8 @@ def _backward_elements(work: Workload, kind: LayerKind, remat: str) -> int:
     cfg = work.cfg
     chunks = 1 if kind.experts else -(-work.length // CHUNK)
     ffn = (5 - len(kept_names(remat) & {"gate", "up"})) * ffn_elements(cfg, kind) * work.tokens // chunks
-    stream = (4 + (chunks > 1)) * cfg.width * work.tokens  # chunks' gradients are joined
+    arrays = 4 + (chunks > 1) - ("middle" in kept_names(remat))  # chunks' gradients are joined
+    stream = arrays * cfg.width * work.tokens
     if kind.experts is not None:  # the sorted copy of the tokens, and its gradient
         stream += 2 * kind.experts.top_k * cfg.width * work.tokens
     return ffn + stream + _attention_elements(work, remat)
@@ -118,17 +119,20 @@ def kept_names(remat: str) -> frozenset[str]:
 
 
 def _unpacked_bytes(work: Workload) -> int:
-    """Of a layer's largest weight three copies where it is packed (gate's and up's values, and codes on their way to
-    values), one where it is joined with an adapter's, cast, or gathered from other devices.
+    """Of a layer's largest weight the copies beside it.
+
+    One where it is joined with an adapter's, cast, gathered from other devices, or unpacked by a kernel; three where it
+    is unpacked by XLA: gate's and up's values, and codes on their way to values.
     """
     stacks = [tree["stacks"] for tree in (work.frozen, work.state.params) if "stacks" in tree]
     weights = jax.tree.leaves(stacks, is_leaf=lambda leaf: isinstance(leaf, NF4Weight))
-    return work.dtype.itemsize * max(map(_unpacked_elements, weights))
+    return work.dtype.itemsize * max(_unpacked_elements(weight, work.dtype) for weight in weights)
 
 
-def _unpacked_elements(weight: Any) -> int:
+def _unpacked_elements(weight: Any, dtype: jnp.dtype) -> int:
     if isinstance(weight, NF4Weight):  # its shape is that of one layer's, or of one expert's
-        return 3 * math.prod((*weight.codes.shape[1:-1], *weight.shape))
+        copies = 1 if refuses(weight, dtype) is None else 3
+        return copies * math.prod((*weight.codes.shape[1:-1], *weight.shape))
     return math.prod(weight.shape[1:])
 
 

@@ -97,15 +97,17 @@ def _candidates(work: Workload, full: Memory) -> Iterator[tuple[str, Memory]]:
 def units(work: Workload) -> list[tuple[str, ...]]:
     """Names that are worth keeping, those together of which one alone saves nothing.
 
-    Attention's output only where its kernel can go on from it; q and k not where they are normalised, as the norm's
-    backward pass needs the product itself; gate and up not where long rows go through in chunks, which are computed
-    again in any case.
+    Attention's output only where its kernel can go on from it; q and k not where they are normalised, and the residual
+    stream's middle not where attention's output is, as a norm's backward pass needs the product itself; gate and up not
+    where long rows go through in chunks, which are computed again in any case.
     """
     cfg, found = work.cfg, []
     if attention_name(work) == "mosaic_gpu":
         found.append(("attention", "attention_lse"))
     if cfg.qk_norm == "none":
         found.append(("q", "k", "v"))
+    if cfg.norms == "pre":
+        found.append(("middle",))
     if cfg.sparse_layers or cfg.fused:
         found.append(("gate", "up"))
     elif work.length <= CHUNK:
@@ -137,7 +139,7 @@ def _products(work: Workload, kind: LayerKind) -> dict[str, float]:
         "k": 2.0 * cfg.width * k,
         "v": 2.0 * cfg.width * k,
         "attention": 4.0 * q * seen,
-        "out": 2.0 * cfg.width * q,
+        "middle": 2.0 * cfg.width * q,
         "gate": 2.0 * cfg.width * ffn,
         "up": 2.0 * cfg.width * ffn,
     }

@@ -8,6 +8,7 @@ import jax
 from flax import nnx
 
 import pallas_kernels.flash_attention as flash
+import pallas_kernels.grouped_matmul as grouped_matmul
 from gymjax.dtypes import policy
 from gymjax.models.decoder_config import DecoderConfig
 from gymjax.models.names import hf_weights, linears
@@ -40,6 +41,16 @@ def explain_attention(run: Run, width: int) -> str:
     return flash.explain(q, k, packed=run.settings.packed, **options)
 
 
+def explain_experts(run: Run, width: int) -> str:
+    """Which implementation of grouped products the step runs for rows of `width` tokens; nothing for a dense model."""
+    experts, dtype = run.cfg.experts, policy(run.precision).compute
+    if experts is None:
+        return ""
+    x = jax.ShapeDtypeStruct((run.loader.rows * width * experts.top_k, run.cfg.width), dtype)
+    w = jax.ShapeDtypeStruct((experts.experts, experts.ffn_width, run.cfg.width), dtype)
+    return f"; {grouped_matmul.explain(x, w)}"
+
+
 def _experts(cfg: DecoderConfig) -> list[str]:
     """What a mixture of experts is made of; nothing for a dense model."""
     if cfg.experts is None:
@@ -61,7 +72,7 @@ def before_training(run: Run, state: TrainState) -> list[str]:
         f" ({trained / every:.2%})",
         *_experts(run.cfg),
         f"precision: {run.precision}, trained weights and optimizer state f32",
-        f"kernels: {explain_attention(run, run.loader.buckets[-1])}",
+        f"kernels: {explain_attention(run, run.loader.buckets[-1])}{explain_experts(run, run.loader.buckets[-1])}",
         *describe(run.plan),
         f"steps: {run.total_steps} of {rows} rows ({train.per_device_train_batch_size} a device x"
         f" {run.loader.rows // train.per_device_train_batch_size} devices x {run.loader.accumulation} accumulated),"

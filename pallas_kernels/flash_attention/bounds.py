@@ -5,6 +5,8 @@ Two integers a row hold any such mask in O(T) memory, and four integers a tile s
 between which tiles no element needs masking.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
@@ -80,12 +82,14 @@ def query_tiles(lo: Array, hi: Array, keys: int, block_q: int, block_kv: int) ->
     """For each tile of keys the tiles of queries to visit; as `key_tiles` otherwise."""
     first = jnp.arange(0, keys, block_kv, dtype=jnp.int32)
     last = first + block_kv - 1
+    # By counting: a thousandth of a tile's work and one kernel, where a binary search is a loop of many.
+    search = functools.partial(jnp.searchsorted, method="compare_all")
 
     def of_row(lo: Array, hi: Array) -> Array:
-        begin = jnp.searchsorted(hi, first, side="left")  # the first query whose last key reaches this tile
-        end = jnp.searchsorted(lo, last, side="right")  # the first query that begins after this tile
-        clear_begin = jnp.searchsorted(hi, last, side="left")
-        clear_end = jnp.searchsorted(lo, first, side="right")
+        begin = search(hi, first, side="left")  # the first query whose last key reaches this tile
+        end = search(lo, last, side="right")  # the first query that begins after this tile
+        clear_begin = search(hi, last, side="left")
+        clear_end = search(lo, first, side="right")
         return _ranges(
             begin // block_q,
             (clear_begin + block_q - 1) // block_q,

@@ -1,14 +1,16 @@
 """Public grouped matrix product: argument checks and the gradient's wiring."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import Implementation, _dispatch
-from pallas_kernels.grouped_matmul import reference
+from pallas_kernels.grouped_matmul import mosaic_gpu, reference
 
-_REFUSALS: _dispatch.Refusals = {"xla": None}
+_KERNELS = {"mosaic_gpu": mosaic_gpu, "xla": reference}
 
 
 def grouped_matmul(
@@ -16,6 +18,7 @@ def grouped_matmul(
     w: Float[Array, "E F D"],
     group_sizes: Int[Array, " E"],
     *,
+    transposed: bool = True,
     implementation: Implementation | None = None,
 ) -> Float[Array, "M F"]:
     """Multiply consecutive groups of rows, each with its own weight: `y[m] = x[m] @ w[e].T` for m in group e.
@@ -28,17 +31,19 @@ def grouped_matmul(
         x: rows sorted by group; f32, bf16 or f16.
         w: one (F, D) weight a group, cast to x.dtype for the product.
         group_sizes: rows of each group; their sum is at most M, which cannot be checked here.
-        implementation: "xla", or None for the fastest that accepts the arguments on this device.
+        transposed: whether the product is with w's transpose; without, w is (E, D, F) and `y[m] = x[m] @ w[e]`.
+        implementation: "mosaic_gpu", "xla", or None for the first of them that accepts the arguments on this device.
 
     Returns:
         The products, summed in f32 and rounded once to x.dtype; the gradient of w has its dtype and is summed in f32.
 
     Raises:
         ValueError: shapes do not fit together, x or w is not floating-point, group_sizes not integer.
-        NotImplementedError: the named implementation does not exist for this operation.
+        NotImplementedError: the named implementation refuses these arguments; the message says why and what is usable.
     """
-    if x.ndim != 2 or w.ndim != 3 or x.shape[1] != w.shape[2]:
-        raise ValueError(f"grouped_matmul: x must be (M, D) and w (E, F, D); got {x.shape} and {w.shape}")
+    if x.ndim != 2 or w.ndim != 3 or x.shape[1] != w.shape[2 if transposed else 1]:
+        axes = "(E, F, D)" if transposed else "(E, D, F)"
+        raise ValueError(f"grouped_matmul: x must be (M, D) and w {axes}; got {x.shape} and {w.shape}")
     if group_sizes.shape != w.shape[:1] or not jnp.issubdtype(group_sizes.dtype, jnp.integer):
         raise ValueError(
             f"grouped_matmul: group_sizes must be integers of shape {w.shape[:1]}; "
@@ -46,28 +51,38 @@ def grouped_matmul(
         )
     if not (jnp.issubdtype(x.dtype, jnp.floating) and jnp.issubdtype(w.dtype, jnp.floating)):
         raise ValueError(f"grouped_matmul: x and w must be floating-point; got {x.dtype} and {w.dtype}")
-    _dispatch.choose("grouped_matmul", implementation, _REFUSALS)
-    return _grouped_matmul(x, w, group_sizes)
+    name = _dispatch.choose("grouped_matmul", implementation, _refusals(x, w))
+    return _grouped_matmul(x, w, group_sizes, transposed, name)
 
 
-def explain() -> str:
-    """Say which implementation runs."""
-    return _dispatch.explain("grouped_matmul", _REFUSALS)
+def explain(x: Float[Array, "M D"] | jax.ShapeDtypeStruct, w: Float[Array, "E F D"] | jax.ShapeDtypeStruct) -> str:
+    """Say which implementation None picks for these arguments (arrays or jax.ShapeDtypeStruct) and why."""
+    return _dispatch.explain("grouped_matmul", _refusals(x, w))
 
 
-@jax.custom_vjp
-def _grouped_matmul(x: Array, w: Array, group_sizes: Array) -> Array:
-    return reference.forward(x, w, group_sizes)
+def _refusals(x: Array | jax.ShapeDtypeStruct, w: Array | jax.ShapeDtypeStruct) -> _dispatch.Refusals:
+    return {"mosaic_gpu": mosaic_gpu.refuses(x, w), "xla": None}
 
 
-def _grouped_matmul_fwd(x: Array, w: Array, group_sizes: Array) -> tuple[Array, tuple[Array, Array, Array]]:
-    return reference.forward(x, w, group_sizes), (x, w, group_sizes)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _grouped_matmul(x: Array, w: Array, group_sizes: Array, transposed: bool, name: str) -> Array:
+    kernels = _KERNELS[name]
+    return (kernels.forward if transposed else kernels.backward_x)(x, w, group_sizes)
 
 
-def _grouped_matmul_bwd(residuals: tuple[Array, Array, Array], dy: Array) -> tuple[Array, Array, np.ndarray]:
+def _grouped_matmul_fwd(
+    x: Array, w: Array, group_sizes: Array, transposed: bool, name: str
+) -> tuple[Array, tuple[Array, Array, Array]]:
+    return _grouped_matmul(x, w, group_sizes, transposed, name), (x, w, group_sizes)
+
+
+def _grouped_matmul_bwd(
+    transposed: bool, name: str, residuals: tuple[Array, Array, Array], dy: Array
+) -> tuple[Array, Array, np.ndarray]:
     x, w, group_sizes = residuals
-    dx = reference.backward_x(dy, w, group_sizes)
-    dw = reference.backward_w(x, dy, group_sizes, w.dtype)
+    dx = _grouped_matmul(dy, w, group_sizes, not transposed, name)
+    rows, columns = (x, dy) if transposed else (dy, x)
+    dw = _KERNELS[name].backward_w(rows, columns, group_sizes, w.dtype)
     return dx, dw, np.zeros(group_sizes.shape, jax.dtypes.float0)
 
 

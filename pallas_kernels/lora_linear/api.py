@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
 from pallas_kernels import Implementation, _dispatch
-from pallas_kernels.lora_linear import reference
+from pallas_kernels.lora_linear import mosaic_gpu, reference
 from pallas_kernels.lora_linear.reference import Projection
 from pallas_kernels.nf4_linear import NF4Weight
 
-_REFUSALS: _dispatch.Refusals = {"xla": None}
+_KERNELS = {"mosaic_gpu": mosaic_gpu.KERNELS, "xla": reference.XLA}
 
 
 def lora_linear(
@@ -40,14 +40,16 @@ def lora_linear(
         scale: alpha / rank, or alpha / sqrt(rank).
         dropout_rate: probability of zeroing an element of the adapter's input; the rest are divided by 1 - rate.
         key: random key of the dropout mask; needed where dropout_rate > 0.
-        implementation: "xla", or None for the fastest that accepts the arguments on this device.
+        implementation: "mosaic_gpu", "xla", or None for the fastest that accepts the arguments on this device. The
+            former's products with adapters are one pass over their wide operand where it has whole tiles and a rank of
+            at most 64, and it unpacks packed weights; the base's product is XLA's, but for packed weights and few rows.
 
     Returns:
         The sum in x.dtype; gradients of a and b have their dtypes and are summed in f32.
 
     Raises:
         ValueError: shapes do not fit together, dropout_rate is outside [0, 1), or it has no key.
-        NotImplementedError: the named implementation does not exist for this operation.
+        NotImplementedError: the named implementation refuses these arguments or does not exist for this operation.
     """
     layer = Projection(w, a, b, jnp.asarray(scale, jnp.float32))
     keys = None if key is None else (key,)
@@ -69,7 +71,9 @@ def lora_linears(
         layers: at least one with an adapter; ranks and scales may differ.
         dropout_rate: probability of zeroing an element of the adapters' input; the rest are divided by 1 - rate.
         keys: random key of each layer's dropout mask; needed where dropout_rate > 0.
-        implementation: "xla", or None for the fastest that accepts the arguments on this device.
+        implementation: "mosaic_gpu", "xla", or None for the fastest that accepts the arguments on this device. The
+            former's products with adapters are one pass over their wide operand where it has whole tiles and a rank of
+            at most 64, and it unpacks packed weights; the base's product is XLA's, but for packed weights and few rows.
 
     Returns:
         Each layer's sum in x.dtype; gradients of a and b have their dtypes and are summed in f32.
@@ -77,7 +81,7 @@ def lora_linears(
     Raises:
         ValueError: shapes do not fit together, no layer has an adapter, dropout_rate is outside [0, 1), or it has no
             key for each layer.
-        NotImplementedError: the named implementation does not exist for this operation.
+        NotImplementedError: the named implementation refuses these arguments or does not exist for this operation.
     """
     for layer in layers:
         _check(x, *layer)
@@ -89,13 +93,17 @@ def lora_linears(
         )
     if keys is not None and len(keys) != len(layers):
         raise ValueError(f"lora_linear: each layer needs a key; got {len(keys)} for {len(layers)} layers")
-    _dispatch.choose("lora_linear", implementation, _REFUSALS)
-    return _lora_linears(dropout_rate, x, tuple(layers), tuple(keys) if keys and dropout_rate > 0 else None)
+    chosen = _dispatch.choose("lora_linear", implementation, _refusals(x, [layer.w for layer in layers]))
+    return _lora_linears(dropout_rate, chosen, x, tuple(layers), tuple(keys) if keys and dropout_rate > 0 else None)
 
 
-def explain() -> str:
-    """Say which implementation runs."""
-    return _dispatch.explain("lora_linear", _REFUSALS)
+def explain(ws: Sequence[Array | NF4Weight] = (), rows: int = 8192) -> str:
+    """Say which implementation runs for bf16 inputs of so many rows and layers of these weights, and why."""
+    return _dispatch.explain("lora_linear", _refusals(jax.ShapeDtypeStruct((rows, 1), jnp.bfloat16), ws))
+
+
+def _refusals(x: Array | jax.ShapeDtypeStruct, ws: Sequence[Array | NF4Weight]) -> _dispatch.Refusals:
+    return {"mosaic_gpu": mosaic_gpu.refuses(x, ws), "xla": None}
 
 
 def _check(x: Array, w: Array | NF4Weight, a: Array | None, b: Array | None, scale: Array) -> None:
@@ -118,21 +126,23 @@ def _check(x: Array, w: Array | NF4Weight, a: Array | None, b: Array | None, sca
         raise ValueError(f"lora_linear: scale must be a scalar; got shape {jnp.shape(scale)}")
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _lora_linears(rate: float, x: Array, layers: tuple[Projection, ...], keys: reference.Keys) -> tuple[Array, ...]:
-    return reference.forward(x, layers, rate, keys)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _lora_linears(
+    rate: float, chosen: Implementation, x: Array, layers: tuple[Projection, ...], keys: reference.Keys
+) -> tuple[Array, ...]:
+    return reference.forward(x, layers, rate, keys, _KERNELS[chosen])[0]
 
 
 def _lora_linears_fwd(
-    rate: float, x: Array, layers: tuple[Projection, ...], keys: reference.Keys
+    rate: float, chosen: Implementation, x: Array, layers: tuple[Projection, ...], keys: reference.Keys
 ) -> tuple[tuple[Array, ...], tuple]:
-    ys, low = reference.forward(x, layers, rate, keys)
-    return ys, (x, low, layers, keys)
+    ys, kept = reference.forward(x, layers, rate, keys, _KERNELS[chosen])
+    return ys, (kept, layers, keys)
 
 
-def _lora_linears_bwd(rate: float, residuals: tuple, dys: tuple[Array, ...]) -> tuple:
-    x, low, layers, keys = residuals
-    dx, of_adapters = reference.backward(x, low, layers, rate, keys, dys)
+def _lora_linears_bwd(rate: float, chosen: Implementation, residuals: tuple, dys: tuple[Array, ...]) -> tuple:
+    kept, layers, keys = residuals
+    dx, of_adapters = reference.backward(kept, layers, rate, keys, dys, _KERNELS[chosen])
     frozen: Any = None
     none = (None, None)
     return dx, tuple(Projection(frozen, *(grads or none), frozen) for grads in of_adapters), None

@@ -3,20 +3,28 @@
 Products with adapters are bracketed so that every intermediate has rank width. A base's product and its adapter's are
 summed in one of two ways, whichever moves fewer bytes: as one matrix product over joined operands, [x, low] @ [w, b].T,
 which copies x (and w, unless it is being unpacked anyway), or as two, the second of which is added to the first.
+Where a kernel unpacks a weight inside the product, it adds the adapter's there. Products of a wide array with a factor
+of few rows, `x @ a.T`, and such a factor's gradient, are `narrow_products`: here two products of XLA's, in
+mosaic_gpu.py one pass.
 """
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Key
 
-from pallas_kernels.nf4_linear import NF4Weight, dense
+from pallas_kernels import Implementation
+from pallas_kernels.nf4_linear import NF4Weight, decodes_inside, join, product
 
 ALIGNMENT = 16  # elements; joined widths stay multiples of it, as the tensor cores' loads want them
+ROOM = (
+    64  # elements; what is joined to x is padded to a multiple, so that the copy engine takes whole tiles of the rest
+)
+LOW_NAME = "lora_low"  # of what the backward needs and is small, for rematerialisation policies that keep it
 
 
 class Projection(NamedTuple):
@@ -38,6 +46,55 @@ class Projection(NamedTuple):
 Keys = tuple[Key[Array, ""], ...] | None
 
 
+class Narrow(Protocol):
+    """`narrow_products` of an implementation."""
+
+    def __call__(
+        self, x: Array, factor: Array | None, low: Array | None, *, width: int | None = None, rank_first: bool = False
+    ) -> Any:
+        """As reference.narrow_products."""
+        ...
+
+
+def narrow_products(
+    x: Float[Array, "*B N"],
+    factor: Float[Array, "R N"] | None,
+    low: Float[Array, "*B R"] | None,
+    *,
+    width: int | None = None,
+    rank_first: bool = False,
+) -> tuple[Float[Array, "*B R"] | None, Float[Array, "N R"] | Float[Array, "R N"] | None]:
+    """Return `x @ factor.T` and `x.T @ low`, summed in f32 and left so; each None where its argument is.
+
+    Args:
+        x: the wide array, or one whose first `width` columns are it.
+        factor: few rows as wide as x.
+        low: few columns as long as x.
+        width: N, None for all columns of x.
+        rank_first: ask for the second as (R, N), made so: XLA for CPUs has no bf16 product whose result it transposes.
+    """
+    x = x[..., :width]
+    product = None if factor is None else _f32_product("...n,rn->...r", x, factor)
+    if low is None:
+        return product, None
+    return product, _f32_product(*(("...r,...n->rn", low, x) if rank_first else ("...n,...r->nr", x, low)))
+
+
+class Kernels(NamedTuple):
+    """What runs.
+
+    Attributes:
+        narrow: `narrow_products` of an implementation.
+        weights: the implementation that unpacks packed weights; None for the fastest that accepts them.
+    """
+
+    narrow: Narrow
+    weights: Implementation | None
+
+
+XLA = Kernels(narrow_products, "xla")
+
+
 def drop(x: Float[Array, "*B I"], rate: float, key: Key[Array, ""] | None) -> Float[Array, "*B I"]:
     """Zero each element with probability rate, divide the others by 1 - rate; a linear map that is its own adjoint."""
     if key is None:  # as the caller has it where rate is 0
@@ -56,72 +113,108 @@ class Adapter(NamedTuple):
     columns: slice
 
 
+class Kept(NamedTuple):
+    """What the backward needs of the forward.
+
+    Attributes:
+        x: (*B, I or more), the input in its first columns.
+        low: (*B, P), see `forward`.
+    """
+
+    x: Float[Array, "*B I+"]
+    low: Float[Array, "*B P"]
+
+
 def forward(
-    x: Float[Array, "*B I"], layers: Sequence[Projection], rate: float, keys: Keys
-) -> tuple[tuple[Array, ...], Float[Array, "*B P"]]:
-    """Return each layer's product, and every `scale * drop(x) @ a.T` side by side in x.dtype, padded to ALIGNMENT."""
-    adapters = _adapters(layers)
-    low = _low_products(x, adapters, rate, keys)
+    x: Float[Array, "*B I"], layers: Sequence[Projection], rate: float, keys: Keys, kernels: Kernels = XLA
+) -> tuple[tuple[Array, ...], Kept]:
+    """Return each layer's product, and what the backward needs.
+
+    That is every `scale * drop(x) @ a.T` side by side in x.dtype, padded to ALIGNMENT, and x. Where operands are
+    joined, x is written with room for the low products behind it, which go there afterwards, so that it is not copied.
+    """
+    adapters, width = _adapters(layers), x.shape[-1]
+    ups = {one.layer: one for one in adapters}
     rows, outs = math.prod(x.shape[:-1]), sum(layer.w.shape[0] for layer in layers)
-    if rows * x.shape[-1] + sum(_copied(layer.w) for layer in layers) < rows * outs:
-        x = jnp.concatenate([x, low], axis=-1)
-        ups = {one.layer: one for one in adapters}
-        ws = (_join_up(layer.w, ups.get(i), low.shape[-1], x.dtype) for i, layer in enumerate(layers))
-        return tuple(jnp.einsum("...i,oi->...o", x, w) for w in ws), low
-    ys = [jnp.einsum("...i,oi->...o", x, dense(layer.w, x.dtype)) for layer in layers]
-    for one in adapters:
-        ys[one.layer] += jnp.einsum("...r,or->...o", low[..., one.columns], one.b.astype(x.dtype))
-    return tuple(ys), low
+    join_them = rows * width + sum(_copied(layer.w) for layer in layers) < rows * outs
+    join_them &= not any(decodes_inside(x, layer.w, kernels.weights) for layer in layers)
+    ranks = sum(one.a.shape[0] for one in adapters)
+    wide = _pad_last(x, ranks + -ranks % ROOM) if join_them else x
+    low = checkpoint_name(_low_products(x, wide, adapters, rate, keys, kernels.narrow), LOW_NAME)
+    if join_them:
+        wide = jax.lax.dynamic_update_slice_in_dim(wide, low, width, axis=-1)
+        ws = (_join_up(layer.w, ups.get(i), wide, kernels) for i, layer in enumerate(layers))
+        return tuple(jnp.einsum("...i,oi->...o", wide, w) for w in ws), Kept(wide, low)
+    ys = []
+    for i, layer in enumerate(layers):
+        one = ups.get(i)
+        extra = None if one is None else (low[..., one.columns], one.b.astype(x.dtype))
+        ys.append(product(x, layer.w, extra=extra, implementation=kernels.weights))
+    return tuple(ys), Kept(wide, low)
 
 
 def backward(
-    x: Float[Array, "*B I"],
-    low: Float[Array, "*B P"],
+    kept: Kept,
     layers: Sequence[Projection],
     rate: float,
     keys: Keys,
     dys: Sequence[Float[Array, "*B O"]],
+    kernels: Kernels = XLA,
 ) -> tuple[Array, list[tuple[Array, Array] | None]]:
     """Return the gradient of x, and those of each layer's a and b, summed in f32, or None."""
-    adapters = _adapters(layers)
-    dlows = [
-        (one.scale * _f32_product("...o,or->...r", dys[one.layer], one.b.astype(x.dtype))).astype(x.dtype)
-        for one in adapters
-    ]
-    dbs = [_f32_product("...o,...r->or", dys[one.layer], low[..., one.columns]) for one in adapters]
+    (x, low), adapters, width = kept, _adapters(layers), layers[0].w.shape[1]
+    dlows, dbs = [], []
+    for one in adapters:
+        dlow, db = kernels.narrow(dys[one.layer], one.b.T.astype(x.dtype), low[..., one.columns])
+        dlows.append((one.scale * dlow).astype(x.dtype))
+        dbs.append(db)
     if keys is None:
         dlow = jnp.concatenate(dlows, axis=-1)
-        da = _f32_product("...r,...i->ri", dlow, x)
+        da = kernels.narrow(x, None, dlow, width=width, rank_first=True)[1]
         das = [da[one.columns] for one in adapters]
-        dx = _gradient_of_x(dlow, adapters, layers, dys)
+        dx = _gradient_of_x(dlow, adapters, layers, dys, kernels.weights)
     else:
-        dx, das = sum(_bases(layers, dys), start=jnp.zeros((), x.dtype)), []
+        dx, das = sum(_bases(layers, dys, kernels.weights), start=jnp.zeros((), x.dtype)), []
         for one, dlow in zip(adapters, dlows):
             key = keys[one.layer]
-            das.append(_f32_product("...r,...i->ri", dlow, drop(x, rate, key)))
+            das.append(kernels.narrow(drop(x[..., :width], rate, key), None, dlow, rank_first=True)[1])
             dx += drop(jnp.einsum("...r,ri->...i", dlow, one.a.astype(x.dtype)), rate, key)
     found = {one.layer: (da.astype(one.a.dtype), db.astype(one.b.dtype)) for one, da, db in zip(adapters, das, dbs)}
     return dx, [found.get(i) for i in range(len(layers))]
 
 
 def _gradient_of_x(
-    dlow: Array, adapters: Sequence[Adapter], layers: Sequence[Projection], dys: Sequence[Array]
+    dlow: Array,
+    adapters: Sequence[Adapter],
+    layers: Sequence[Projection],
+    dys: Sequence[Array],
+    weights: Implementation | None,
 ) -> Array:
     """Sum over layers and adapters; the adapters' part joins the narrowest layer's product, or is added."""
-    dtype, a = dlow.dtype, jnp.concatenate([one.a.astype(dlow.dtype) for one in adapters])
+    a = jnp.concatenate([one.a.astype(dlow.dtype) for one in adapters])
     rows, width = math.prod(dlow.shape[:-1]), a.shape[1]
+    inside = [i for i, (layer, dy) in enumerate(zip(layers, dys)) if decodes_inside(dy, layer.w, weights)]
+    if inside:
+        extra = {inside[0]: (dlow, a)}
+        parts = [
+            product(dy, layer.w, transpose=True, extra=extra.get(i), implementation=weights)
+            for i, (layer, dy) in enumerate(zip(layers, dys))
+        ]
+        return sum(parts[1:], start=parts[0])
     copied = [rows * layer.w.shape[0] + _copied(layer.w) for layer in layers]
     if min(copied) >= rows * width:
-        return sum(_bases(layers, dys), start=jnp.einsum("...r,ri->...i", dlow, a))
+        return sum(_bases(layers, dys, weights), start=jnp.einsum("...r,ri->...i", dlow, a))
     at, spare = copied.index(min(copied)), -dlow.shape[-1] % ALIGNMENT
     dy = jnp.concatenate([dys[at], _pad_last(dlow, spare)], axis=-1)
-    w = jnp.concatenate([dense(layers[at].w, dtype), jnp.pad(a, ((0, spare), (0, 0)))])
+    w = join(layers[at].w, jnp.pad(a, ((0, spare), (0, 0))), 0, implementation=weights)
     others = [i for i in range(len(layers)) if i != at]
-    return sum(_bases([layers[i] for i in others], [dys[i] for i in others]), start=jnp.einsum("...o,oi->...i", dy, w))
+    rest = _bases([layers[i] for i in others], [dys[i] for i in others], weights)
+    return sum(rest, start=jnp.einsum("...o,oi->...i", dy, w))
 
 
-def _bases(layers: Sequence[Projection], dys: Sequence[Array]) -> list[Array]:
-    return [jnp.einsum("...o,oi->...i", dy, dense(layer.w, dy.dtype)) for layer, dy in zip(layers, dys, strict=True)]
+def _bases(layers: Sequence[Projection], dys: Sequence[Array], weights: Implementation | None) -> list[Array]:
+    pairs = zip(layers, dys, strict=True)
+    return [product(dy, layer.w, transpose=True, implementation=weights) for layer, dy in pairs]
 
 
 def _adapters(layers: Sequence[Projection]) -> list[Adapter]:
@@ -133,25 +226,27 @@ def _adapters(layers: Sequence[Projection]) -> list[Adapter]:
     return found
 
 
-def _low_products(x: Array, adapters: Sequence[Adapter], rate: float, keys: Keys) -> Float[Array, "*B P"]:
+def _low_products(
+    x: Array, wide: Array, adapters: Sequence[Adapter], rate: float, keys: Keys, narrow: Narrow
+) -> Float[Array, "*B P"]:
+    """`scale * drop(x) @ a.T` of all adapters; `wide` has x in its first columns."""
     downs = [one.a.astype(x.dtype) for one in adapters]
     scales = jnp.concatenate([jnp.full(one.a.shape[0], one.scale) for one in adapters])
     if keys is None:
-        low = _f32_product("...i,ri->...r", x, jnp.concatenate(downs))
+        low = narrow(wide, jnp.concatenate(downs), None, width=x.shape[-1])[0]
     else:
         inputs = [drop(x, rate, keys[one.layer]) for one in adapters]
-        low = jnp.concatenate([_f32_product("...i,ri->...r", *each) for each in zip(inputs, downs)], axis=-1)
+        low = jnp.concatenate([narrow(*each, None)[0] for each in zip(inputs, downs)], axis=-1)
     low = (low * scales).astype(x.dtype)
     return _pad_last(low, -low.shape[-1] % ALIGNMENT)
 
 
-def _join_up(w: Array | NF4Weight, one: Adapter | None, width: int, dtype: DTypeLike) -> Float[Array, "O IP"]:
-    """[w, b], with b in its columns of the joined input and zeros in the other layers'."""
-    base = dense(w, dtype)
-    if one is None:
-        return jnp.pad(base, ((0, 0), (0, width)))
-    b = jnp.pad(one.b.astype(dtype), ((0, 0), (one.columns.start, width - one.columns.stop)))
-    return jnp.concatenate([base, b], axis=1)
+def _join_up(w: Array | NF4Weight, one: Adapter | None, wide: Array, kernels: Kernels) -> Float[Array, "O I+"]:
+    """[w, b] as wide as the joined input, with b in its columns of it and zeros in the other layers'."""
+    columns = jnp.zeros((w.shape[0], wide.shape[-1] - w.shape[1]), wide.dtype)
+    if one is not None:
+        columns = columns.at[:, one.columns].set(one.b.astype(wide.dtype))
+    return join(w, columns, 1, implementation=kernels.weights)
 
 
 def _copied(w: Array | NF4Weight) -> int:

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -9,13 +10,25 @@ import numpy as np
 from jaxtyping import Array, Float, UInt8
 
 from pallas_kernels import Implementation, _dispatch
-from pallas_kernels.nf4_linear import reference
+from pallas_kernels.nf4_linear import mosaic_gpu, reference
+from pallas_kernels.nf4_linear.mosaic_gpu_join import write_edge
 from pallas_kernels.nf4_linear.reference import DYNAMIC_CODE, NESTED_BLOCK, NF4_CODE
 
-__all__ = ["DYNAMIC_CODE", "NF4_CODE", "NF4Weight", "dense", "dequantize", "explain", "nf4_linear"]
+__all__ = [
+    "DYNAMIC_CODE",
+    "NF4_CODE",
+    "NF4Weight",
+    "decodes_inside",
+    "dense",
+    "dequantize",
+    "explain",
+    "join",
+    "nf4_linear",
+    "product",
+    "refuses",
+]
 
 _DTYPES = ("bfloat16", "float32", "float16")
-_REFUSALS: _dispatch.Refusals = {"xla": None}
 
 
 @jax.tree_util.register_dataclass
@@ -47,33 +60,61 @@ class NF4Weight:
     dtype: str = field(default="bfloat16", metadata={"static": True})
 
 
-def dequantize(w: NF4Weight, dtype: jax.typing.DTypeLike | None = None) -> Float[Array, "*L O I"]:
+def dequantize(
+    w: NF4Weight, dtype: jax.typing.DTypeLike | None = None, *, implementation: Implementation | None = None
+) -> Float[Array, "*L O I"]:
     """Return the weight as an array, rounded once from f32 as bitsandbytes does.
 
     Args:
         w: the packed weight; leading (stacked) axes are kept.
         dtype: of the result; None for the one that w names.
+        implementation: "mosaic_gpu", "xla", or None for the fastest that accepts the arguments on this device.
 
     Returns:
         The (O, I) array.
 
     Raises:
         ValueError: w's arrays do not fit its shape and block size.
+        NotImplementedError: the named implementation refuses these arguments; the message says why.
     """
-    _check_weight(w)
-    return reference.dequantize(
-        w.codes, w.absmax, w.nested_absmax, w.offset, w.shape, w.block_size, dtype=jnp.dtype(dtype or w.dtype)
-    )
+    return _dequantize(w, jnp.dtype(dtype or w.dtype), implementation)
 
 
-def dense(w: Float[Array | np.ndarray, "*L O I"] | NF4Weight, dtype: jax.typing.DTypeLike) -> Float[Array, "*L O I"]:
+def dense(
+    w: Float[Array | np.ndarray, "*L O I"] | NF4Weight,
+    dtype: jax.typing.DTypeLike,
+    *,
+    implementation: Implementation | None = None,
+) -> Float[Array, "*L O I"]:
     """The array that a weight stands for, whatever it is stored as; leading axes are kept.
 
     Args:
         w: an array or a packed weight.
         dtype: of the result.
+        implementation: as in `dequantize`.
     """
-    return dequantize(w, dtype) if isinstance(w, NF4Weight) else jnp.asarray(w, dtype)
+    return dequantize(w, dtype, implementation=implementation) if isinstance(w, NF4Weight) else jnp.asarray(w, dtype)
+
+
+def join(
+    w: Float[Array | np.ndarray, "O I"] | NF4Weight,
+    more: Float[Array, "R C"],
+    axis: int,
+    *,
+    implementation: Implementation | None = None,
+) -> Float[Array, "O_R I_C"]:
+    """`concatenate([dense(w), more], axis)` in more's dtype, without a second copy of a packed weight.
+
+    Args:
+        w: an array or a packed weight, of one layer.
+        more: rows (axis 0) or columns (axis 1) that follow w's.
+        axis: 0 or 1.
+        implementation: as in `dequantize`.
+    """
+    if not isinstance(w, NF4Weight) or _choose(w, more.dtype, implementation) == "xla":
+        return jnp.concatenate([dense(w, more.dtype, implementation=implementation), more], axis)
+    room = (more.shape[0], 0) if axis == 0 else (0, more.shape[1])
+    return write_edge(_dequantize(w, more.dtype, implementation, room), more, axis)
 
 
 def nf4_linear(
@@ -87,14 +128,14 @@ def nf4_linear(
     Args:
         x: f32, bf16 or f16, any leading axes; the weight is dequantized to this dtype.
         w: the packed weight of one layer, without leading axes.
-        implementation: "xla", or None for the fastest that accepts the arguments on this device.
+        implementation: "mosaic_gpu", "xla", or None for the fastest that accepts the arguments on this device.
 
     Returns:
         The product in x.dtype.
 
     Raises:
         ValueError: x's width differs from the weight's, or the weight's arrays do not fit its shape.
-        NotImplementedError: the named implementation does not exist for this operation.
+        NotImplementedError: the named implementation refuses these arguments; the message says why.
     """
     _check_weight(w)
     if w.codes.ndim != 1:
@@ -103,13 +144,36 @@ def nf4_linear(
         raise ValueError(
             f"nf4_linear: x must be floating-point of width {w.shape[1]} to meet w {w.shape}; got {x.dtype}{x.shape}"
         )
-    _dispatch.choose("nf4_linear", implementation, _REFUSALS)
-    return _nf4_linear(x, w)
+    return _nf4_linear(_choose(w, x.dtype, implementation), x, w)
 
 
-def explain() -> str:
-    """Say which implementation runs."""
-    return _dispatch.explain("nf4_linear", _REFUSALS)
+def explain(w: NF4Weight | None = None, dtype: jax.typing.DTypeLike = jnp.bfloat16) -> str:
+    """Say which implementation runs for a weight and dtype, or for one that no kernel refuses, and why."""
+    return _dispatch.explain("nf4_linear", _refusals(w, dtype))
+
+
+def refuses(w: NF4Weight, dtype: jax.typing.DTypeLike) -> str | None:
+    """Return why "mosaic_gpu" cannot decode w to dtype on the default device, or None."""
+    stacked = {"layers": math.prod(w.codes.shape[:-1]), "double": w.nested_absmax is not None}
+    return mosaic_gpu.refuses(w.shape, w.block_size, dtype, **stacked)
+
+
+def _refusals(w: NF4Weight | None, dtype: jax.typing.DTypeLike) -> _dispatch.Refusals:
+    ours = mosaic_gpu.refuses((64, 2048), 64, dtype) if w is None else refuses(w, dtype)
+    return {"mosaic_gpu": ours, "xla": None}
+
+
+def _choose(w: NF4Weight, dtype: jax.typing.DTypeLike, wanted: Implementation | None) -> Implementation:
+    return _dispatch.choose("nf4_linear", wanted, _refusals(w, dtype))
+
+
+def _dequantize(
+    w: NF4Weight, dtype: jnp.dtype, implementation: Implementation | None, room: tuple[int, int] = (0, 0)
+) -> Array:
+    _check_weight(w)
+    if _choose(w, dtype, implementation) == "mosaic_gpu":
+        return mosaic_gpu.dequantize(*_packed(w), w.shape, dtype, room=room)
+    return reference.dequantize(*_packed(w), w.shape, w.block_size, dtype=dtype)
 
 
 def _check_weight(w: NF4Weight) -> None:
@@ -135,17 +199,55 @@ def _check_weight(w: NF4Weight) -> None:
             )
 
 
-@jax.custom_vjp
-def _nf4_linear(x: Array, w: NF4Weight) -> Array:
-    return jnp.einsum("...i,oi->...o", x, dequantize(w, x.dtype))
+def product(
+    x: Float[Array, "*B I"],
+    w: Float[Array | np.ndarray, "O I"] | NF4Weight,
+    *,
+    transpose: bool = False,
+    extra: tuple[Array, Array] | None = None,
+    implementation: Implementation | None = None,
+) -> Float[Array, "*B O"]:
+    """`x @ dense(w).T + low @ up.T`, or `x @ dense(w) + low @ up`, without gradients of its own.
+
+    Args:
+        x: (*B, I), or (*B, O) with `transpose`.
+        w: an array or a packed weight, of one layer.
+        transpose: whether the sum runs over O.
+        extra: None, or (low (*B, R), up (O, R)); with `transpose` up is (R, I).
+        implementation: as in `dequantize`, of a packed weight.
+    """
+    if isinstance(w, NF4Weight) and decodes_inside(x, w, implementation):
+        return mosaic_gpu.fused(x, _packed(w), w.shape, transpose=transpose, extra=extra)
+    low, up = extra or (None, None)
+    dims = ("...o,oi->...i", "...r,ri->...i") if transpose else ("...i,oi->...o", "...r,or->...o")
+    y = jnp.einsum(dims[0], x, dense(w, x.dtype, implementation=implementation))
+    return y if low is None or up is None else y + jnp.einsum(dims[1], low, up)
 
 
-def _nf4_linear_fwd(x: Array, w: NF4Weight) -> tuple[Array, NF4Weight]:
-    return _nf4_linear(x, w), w
+def decodes_inside(x: Array, w: Array | np.ndarray | NF4Weight, implementation: Implementation | None) -> bool:
+    """Whether `product` of x, or its like, unpacks w piece by piece inside the product, as x has few rows."""
+    return (
+        isinstance(w, NF4Weight)
+        and _choose(w, x.dtype, implementation) == "mosaic_gpu"
+        and mosaic_gpu.fuses(math.prod(x.shape[:-1]), w.shape)
+    )
 
 
-def _nf4_linear_bwd(w: NF4Weight, dy: Array) -> tuple[Array, None]:
-    return jnp.einsum("...o,oi->...i", dy, dequantize(w, dy.dtype)), None
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _nf4_linear(implementation: Implementation, x: Array, w: NF4Weight) -> Array:
+    return product(x, w, implementation=implementation)
+
+
+def _nf4_linear_fwd(implementation: Implementation, x: Array, w: NF4Weight) -> tuple[Array, NF4Weight]:
+    return _nf4_linear(implementation, x, w), w
+
+
+def _nf4_linear_bwd(implementation: Implementation, w: NF4Weight, dy: Array) -> tuple[Array, None]:
+    return product(dy, w, transpose=True, implementation=implementation), None
 
 
 _nf4_linear.defvjp(_nf4_linear_fwd, _nf4_linear_bwd)
+
+
+def _packed(w: NF4Weight) -> mosaic_gpu.Packed:
+    return w.codes, w.absmax, w.nested_absmax, w.offset

@@ -1,11 +1,14 @@
 """Named shapes of the NF4 linear layer and its peers."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
 from pallas_kernels._case import Case, Peer
-from pallas_kernels.nf4_linear.api import NF4Weight, dequantize
+from pallas_kernels.nf4_linear import mosaic_gpu
+from pallas_kernels.nf4_linear.api import NF4Weight, dequantize, refuses
 from pallas_kernels.nf4_linear.reference import NESTED_BLOCK, NF4_CODE, block_scales
 
 METRIC = "tflops"
@@ -36,13 +39,23 @@ def _case(name: str, rows: int, out: int, width: int) -> Case:
     return Case(name, args, product, moved, 2 * product, 2 * moved, wrt=(0,))
 
 
+def _unpack(out: int, width: int) -> Case:
+    def args(key: Array) -> tuple[tuple[object, ...], dict[str, object]]:
+        return (random_weight(key, (out, width)),), {}
+
+    moved = out * width * (2 + 0.5 + 1 / 64 + 4 / 64 / NESTED_BLOCK)
+    return Case(f"dequantize-O{out}-I{width}", args, 0, moved, 0, moved, (), function="dequantize", metric="gbps")
+
+
 TINY = (_case("tiny-M6-O16-I32", 6, 16, 32), _case("tiny-M5-O7-I9", 5, 7, 9))
 
 CASES = (
-    _case("M8192-O4096-I4096", 8192, 4096, 4096),
-    _case("M8192-O14336-I4096", 8192, 14336, 4096),
-    _case("M8192-O4096-I14336", 8192, 4096, 14336),
-    _case("M512-O14336-I4096", 512, 14336, 4096),
+    *(_unpack(*shape) for shape in ((14336, 4096), (4096, 14336), (4096, 4096), (28672, 8192))),
+    *(
+        _case(f"M{rows}-O{out}-I{width}", rows, out, width)
+        for rows in (8192, 2048, 512)
+        for out, width in ((14336, 4096), (4096, 14336), (4096, 4096))
+    ),
 )
 
 
@@ -54,7 +67,30 @@ def _naive(x: Array, w: NF4Weight) -> Array:
     return x @ (values * scales).astype(x.dtype).reshape(w.shape).T
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _decoding(fuse: bool, x: Array, w: NF4Weight) -> Array:
+    """This operation's Hopper kernels with the choice between their two ways made: inside the product, or before it."""
+    return _product(fuse, x, w, transpose=False)
+
+
+def _product(fuse: bool, x: Array, w: NF4Weight, *, transpose: bool) -> Array:
+    if (reason := refuses(w, x.dtype)) is not None:
+        raise NotImplementedError(reason)
+    packed = w.codes, w.absmax, w.nested_absmax, w.offset
+    if fuse:
+        return mosaic_gpu.fused(x, packed, w.shape, transpose=transpose)
+    dense = mosaic_gpu.dequantize(*packed, w.shape, x.dtype)
+    return x @ (dense if transpose else dense.T)
+
+
+_decoding.defvjp(
+    lambda fuse, x, w: (_decoding(fuse, x, w), w),
+    lambda fuse, w, dy: (_product(fuse, dy, w, transpose=True), None),
+)
+
 PEERS = {
     "naive": Peer(_naive),
     "bf16_matmul": Peer(lambda x, w: x @ w.T, prepare=lambda x, w: (x, dequantize(w, x.dtype))),
+    "mosaic_gpu_fused": Peer(partial(_decoding, True)),
+    "mosaic_gpu_unfused": Peer(partial(_decoding, False)),
 }

@@ -40,13 +40,29 @@ def rope(
     """
     _check(q, k, cos, sin)
     _dispatch.choose("rope", implementation, _REFUSALS)
-    cos, sin = jax.lax.stop_gradient(cos), jax.lax.stop_gradient(sin)
-    return reference.rotate(q, cos, sin), reference.rotate(k, cos, sin)
+    return _rotate(q, cos, sin), _rotate(k, cos, sin)
 
 
 def explain() -> str:
     """Say which implementation runs."""
     return _dispatch.explain("rope", _REFUSALS)
+
+
+@jax.custom_vjp
+def _rotate(x: Array, cos: Array, sin: Array) -> Array:
+    return reference.rotate(x, cos, sin)
+
+
+def _rotate_fwd(x: Array, cos: Array, sin: Array) -> tuple[Array, tuple[Array, Array]]:
+    return reference.rotate(x, cos, sin), (cos, sin)
+
+
+def _rotate_bwd(tables: tuple[Array, Array], dy: Array) -> tuple[Array, None, None]:
+    cos, sin = tables
+    return reference.rotate(dy, cos, -sin), None, None
+
+
+_rotate.defvjp(_rotate_fwd, _rotate_bwd)
 
 
 def _check(q: Array, k: Array, cos: Array, sin: Array) -> None:

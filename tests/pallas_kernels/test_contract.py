@@ -34,8 +34,8 @@ def test_folder_has_the_same_names(op: str) -> None:
     assert files - optional == {"__init__.py", "api.py", "reference.py", "cases.py"}
     module = importlib.import_module(f"pallas_kernels.{op}")
     assert callable(getattr(module, op))
-    if op != "flash_attention":  # the others have one implementation, whatever the arguments
-        assert module.explain() == f"{op}: xla"
+    if op not in ("flash_attention", "grouped_matmul"):  # whose answers depend on their arguments
+        assert module.explain().startswith(f"{op}: xla")
 
 
 @pytest.mark.parametrize("op", pallas_kernels.OPS)

@@ -58,6 +58,19 @@ def test_equals_the_loop_in_f64(routing, normal):
     assert not np.asarray(got[1])[used:].any()
 
 
+@pytest.mark.parametrize("routing", ["ragged", "trailing"])
+def test_weights_that_are_not_transposed(routing, normal):
+    rows, sizes = ROUTINGS[routing]
+    x, w, dy = normal(5, (rows, D), (len(sizes), D, F), (rows, F))
+    plain = functools.partial(grouped_matmul, transposed=False)
+    y, dx, dw = out_and_grads(x, w, jnp.asarray(sizes, jnp.int32), dy, plain)
+    exact = oracle(x, w.swapaxes(1, 2), sizes, dy)
+    for ours, truth in zip((y, dx, dw.swapaxes(1, 2)), exact, strict=True):
+        np.testing.assert_allclose(ours, truth, rtol=0, atol=1e-5)  # some ulps of sums of at most 23 products
+    with pytest.raises(ValueError, match=r"w \(E, D, F\); got"):
+        grouped_matmul(x, w.swapaxes(1, 2), jnp.asarray(sizes, jnp.int32), transposed=False)
+
+
 def test_what_no_group_owns_never_matters(normal):
     """Not even where it is not finite."""
     x, w, dy = normal(1, (12, D), (2, F, D), (12, F))
@@ -90,7 +103,8 @@ def test_f32_weights_get_f32_gradients_from_bf16_rows(normal):
 
 def test_ragged_dot_agrees():
     args, _, _ = bench.build(cases.TINY[0])
-    ours, theirs = grouped_matmul(*args), cases.PEERS["ragged_dot"].call(*args)
+    peer = cases.PEERS["ragged_dot"]
+    ours, theirs = grouped_matmul(*args), peer.call(*peer.prepare(*args))
     # both sum in f32 and round once: at most the last of 8 bits differs
     np.testing.assert_allclose(np.asarray(ours, np.float32), np.asarray(theirs, np.float32), rtol=2**-7, atol=1e-6)
 

@@ -54,14 +54,21 @@ def test_auto_says_why_it_takes_full_where_the_device_tells_no_limit(work):
 
 
 def test_names_that_save_nothing_are_left_out(work):
-    assert plan.units(work) == [("q", "k", "v"), ("gate",), ("up",)]  # xla's attention goes on from nothing
+    assert plan.units(work) == [
+        ("q", "k", "v"),
+        ("middle",),
+        ("gate",),
+        ("up",),
+    ]  # xla's attention goes on from nothing
     on_gpu = dataclasses.replace(work, settings=dataclasses.replace(work.settings, attention="mosaic_gpu"))
     assert plan.units(on_gpu)[0] == ("attention", "attention_lse")
     normalised = dataclasses.replace(on_gpu, cfg=dataclasses.replace(work.cfg, qk_norm="head"))
     assert ("q", "k", "v") not in plan.units(normalised)
-    assert plan.units(dataclasses.replace(normalised, length=2**15)) == [("attention", "attention_lse")]
+    assert plan.units(dataclasses.replace(normalised, length=2**15)) == [("attention", "attention_lse"), ("middle",)]
     fused = dataclasses.replace(work, cfg=dataclasses.replace(work.cfg, fused=True))
-    assert plan.units(fused) == [("q", "k", "v"), ("gate", "up")]
+    assert plan.units(fused) == [("q", "k", "v"), ("middle",), ("gate", "up")]
+    after = dataclasses.replace(work, cfg=dataclasses.replace(work.cfg, norms="sandwich"))
+    assert ("middle",) not in plan.units(after)
 
 
 def no(*_, **__):

@@ -1,0 +1,93 @@
+"""Grouped products by this project's Hopper kernels: what they refuse, padding, and sizes of tiles."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.custom_batching import sequential_vmap
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import _platform
+from pallas_kernels.grouped_matmul.mosaic_gpu_rows import DEPTH, Tiles, group_rows
+from pallas_kernels.grouped_matmul.mosaic_gpu_weights import ALIGNED, group_weights
+from pallas_kernels.grouped_matmul.mosaic_gpu_work import HALF
+
+SHARED = 196_608  # bytes of shared memory for slots; the rest holds results on their way out, and barriers
+COLUMNS = (256, 192, 128, 64)
+MOST_STAGES = 8
+
+
+def refuses(x: Array | jax.ShapeDtypeStruct, w: Array | jax.ShapeDtypeStruct) -> str | None:
+    """Return why the kernels cannot do these arguments on the default device, or None."""
+    if x.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"it needs bfloat16 or float16, and x is {x.dtype}"
+    if 0 in w.shape:
+        return f"there is nothing to multiply with weights of shape {w.shape}"
+    capability = _platform.compute_capability()
+    if capability is None:
+        return _platform.why_not_gpu()
+    if capability[0] != 9:
+        return f"it needs Hopper (compute capability 9.0); this GPU has {capability}"
+    return _platform.miscompiles()
+
+
+def forward(
+    x: Float[Array, "M D"], w: Float[Array, "E F D"], sizes: Int[Array, " E"], *, staged: bool = False
+) -> Float[Array, "M F"]:
+    """Return x[m] @ w[e].T for every row m of group e, 0 for rows of no group, in x.dtype.
+
+    `staged` is for the interpreter, see Tiles. Widths that are no multiple of 64 are padded, which copies x and w.
+    """
+    return _rows(x, w, sizes, staged, transposed=True)
+
+
+def backward_x(
+    dy: Float[Array, "M F"], w: Float[Array, "E F D"], sizes: Int[Array, " E"], *, staged: bool = False
+) -> Float[Array, "M D"]:
+    """Return the gradient of x, dy[m] @ w[e], in dy.dtype."""
+    return _rows(dy, w, sizes, staged, transposed=False)
+
+
+def backward_w(
+    x: Float[Array, "M D"], dy: Float[Array, "M F"], sizes: Int[Array, " E"], dtype: jnp.dtype, *, staged: bool = False
+) -> Float[Array, "E F D"]:
+    """Return the gradient of w, the sum of dy[m] x[m].T over each group's rows, summed in f32."""
+    narrow = dtype if dtype in (jnp.bfloat16, jnp.float16, jnp.float32) else jnp.dtype(jnp.float32)
+    width, height = x.shape[1], dy.shape[1]
+    x, dy = (_padded(array, (_row_count(len(array), ALIGNED), DEPTH)) for array in (x, dy))
+    kernel = functools.partial(group_weights, dtype=narrow, tiles=tiles_of(x.shape[1], staged))
+    return sequential_vmap(kernel)(x, dy, sizes)[:, :height, :width].astype(dtype)
+
+
+def tiles_of(width: int, staged: bool) -> Tiles:
+    """Tile sizes for a result of `width` columns.
+
+    A tile of c columns costs as c + 64: wider ones read less for each product, but may reach beyond the edge.
+    """
+    columns = min(COLUMNS, key=lambda c: -(-width // c) * (c + 64))
+    stages = min(MOST_STAGES, SHARED // (2 * DEPTH * (2 * HALF + columns)))
+    # few blocks in the interpreter, so that it meets one with several tiles, and few slots, so that it reuses them
+    return Tiles(columns, stages=2, blocks=2, staged=True) if staged else Tiles(columns, stages)
+
+
+def _rows(x: Array, w: Array, sizes: Array, staged: bool, *, transposed: bool) -> Array:
+    rows, width = x.shape[0], w.shape[1 if transposed else 2]
+    x = _padded(x, (_row_count(rows, 1), DEPTH))
+    w = _padded(w.astype(x.dtype), (1, DEPTH, DEPTH))
+    tiles = tiles_of(w.shape[1 if transposed else 2], staged)
+    return sequential_vmap(functools.partial(group_rows, transposed=transposed, tiles=tiles))(x, w, sizes)[
+        :rows, :width
+    ]
+
+
+def _row_count(rows: int, multiple: int) -> int:
+    """What the rows must be a multiple of: at least HALF of them, as copies have fixed sizes."""
+    return HALF if rows < HALF else multiple
+
+
+def _padded(x: Array, multiples: tuple[int, ...]) -> Array:
+    """Zeros behind the last element of each axis, up to a multiple."""
+    more = [(0, -size % multiple) for size, multiple in zip(x.shape, multiples, strict=True)]
+    return jnp.pad(x, more) if any(after for _, after in more) else x

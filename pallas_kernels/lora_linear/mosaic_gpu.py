@@ -1,0 +1,254 @@
+"""Products with low-rank factors on Hopper: one pass over a wide array for its product, a factor's gradient, or both.
+
+Such products move bytes and hardly compute. A block owns some columns of x and some of its rows, which stream by; per
+tile of rows one compute warpgroup, in turn, multiplies the tile by the factor, and both add to the gradient of their
+columns. Sums over columns (of the product) and over rows (of the gradient) end outside, over a few partial results.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from pallas_kernels import _platform, nf4_linear
+from pallas_kernels.flash_attention.mosaic_gpu_tiles import WARPGROUPS, drain, filled, launch, swizzled
+from pallas_kernels.lora_linear import reference
+from pallas_kernels.nf4_linear import NF4Weight
+
+MAX_RANK = 64  # beyond, accumulators leave no registers, and x is no longer what is mostly read
+_MULTIPLE = 8  # of ranks, as the tensor cores' products want them
+FEWEST_ROWS = 1024  # below, there is little to stream
+_SHARED_MEMORY = 226 * 1024  # bytes of a block's that tiles may fill
+
+
+@dataclasses.dataclass(frozen=True)
+class NarrowTiles:
+    """How the work is cut.
+
+    Attributes:
+        rows: of a tile.
+        columns: that a warpgroup owns.
+        blocks: to spread over, at most; None for one a multiprocessor.
+        staged: whether accumulators are read after every product, as the CPU interpreter wants it.
+    """
+
+    rows: int = 64
+    columns: int = 256
+    blocks: int | None = None
+    staged: bool = False
+
+
+def refuses(x: Array | jax.ShapeDtypeStruct, ws: Sequence[Array | NF4Weight]) -> str | None:
+    """Return why the kernels have nothing to do for adapters of x (..., N) and these weights, or None."""
+    reason = _refuses_narrow(x)
+    if reason is None or any(isinstance(w, NF4Weight) and nf4_linear.refuses(w, x.dtype) is None for w in ws):
+        return None
+    return reason
+
+
+def _refuses_narrow(x: Array | jax.ShapeDtypeStruct) -> str | None:
+    rows = math.prod(x.shape[:-1])
+    if x.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"it needs bfloat16 or float16, and x is {x.dtype}"
+    if rows < FEWEST_ROWS:
+        return f"it is for at least {FEWEST_ROWS} rows, and x has {rows}"
+    capability = _platform.compute_capability()
+    if capability is None:
+        return _platform.why_not_gpu()
+    if capability[0] != 9:
+        return f"it needs Hopper (compute capability 9.0); this GPU has {capability}"
+    if jax.device_count() > 1:
+        return "work on several devices is not split for it yet"
+    return _platform.miscompiles()
+
+
+def narrow_products(
+    x: Float[Array, "*B N"],
+    factor: Float[Array, "R N"] | None,
+    low: Float[Array, "*B R"] | None,
+    *,
+    width: int | None = None,
+    rank_first: bool = False,
+) -> tuple[Float[Array, "*B R"] | None, Float[Array, "N R"] | Float[Array, "R N"] | None]:
+    """As reference.narrow_products, in one pass over x; by XLA where tiles are not whole or the rank is too large."""
+    tiles, leading, width = NarrowTiles(), x.shape[:-1], width or x.shape[-1]
+    rank = next(array for array in (low, None if factor is None else factor.T) if array is not None).shape[-1]
+    more = -rank % _MULTIPLE
+    rows = math.prod(leading)
+    whole = rows % tiles.rows == 0 and width % (WARPGROUPS * tiles.columns) == 0
+    if _refuses_narrow(x) or not whole or rank + more > MAX_RANK:
+        return reference.narrow_products(x, factor, low, width=width, rank_first=rank_first)
+    wide_factor = None if factor is None else jnp.pad(factor, ((0, more), (0, 0)))
+    wide_low = None if low is None else jnp.pad(low.reshape(rows, rank), ((0, 0), (0, more)))
+    product, gradient = one_pass(x.reshape(rows, x.shape[-1]), wide_factor, wide_low, tiles, width)
+    product = None if product is None else product[:, :rank].reshape(*leading, rank)
+    if gradient is None:
+        return product, None
+    return product, gradient[:, :rank].T if rank_first else gradient[:, :rank]
+
+
+KERNELS = reference.Kernels(narrow_products, None)
+
+
+def one_pass(
+    x: Float[Array, "M N"],
+    factor: Float[Array, "R N"] | None,
+    low: Float[Array, "M R"] | None,
+    tiles: NarrowTiles,
+    width: int | None = None,
+) -> tuple[Float[Array, "M R"] | None, Float[Array, "N R"] | None]:
+    """The kernel: `x @ factor.T` and `x.T @ low` in f32, each None where its argument is; one of them is there.
+
+    Args:
+        x: bf16 or f16, M a multiple of tiles.rows, N of 2 * tiles.columns.
+        factor: x.dtype, R at most MAX_RANK and a multiple of 8.
+        low: x.dtype, likewise.
+        tiles: how the work is cut.
+        width: N where x has more columns, which are not read.
+    """
+    rows, width = x.shape[0], width or x.shape[1]
+    low_RM = None if low is None else low.T
+    given = [array for array in (factor, low_RM) if array is not None]
+    rank = given[0].shape[0]
+    block, owned = tiles.rows, tiles.columns
+    across, down = width // (WARPGROUPS * owned), rows // block
+    groups = max(1, min(down, (tiles.blocks or _platform.multiprocessors()) // across))
+    per_group = -(-down // groups)
+    groups = -(-down // per_group)
+    stages = _stages(tiles, rank, factor is not None, low is not None, x.dtype.itemsize)
+
+    def kernel(refs, scratch):
+        x_ref, *others = refs
+        factor_ref: Any = others.pop(0) if factor is not None else None
+        low_ref: Any = others.pop(0) if low is not None else None
+        product_ref: Any = others.pop(0) if factor is not None else None
+        gradient_ref: Any = others.pop(0) if low is not None else None
+        x_smem, factor_smem, low_smem, sum_smem, factor_ready, ready, free = scratch
+        column, group = lax.axis_index("across"), lax.axis_index("down")
+        warpgroup = lax.axis_index("warpgroup")
+        first = group * per_group
+        visits = jnp.minimum(per_group, down - first)
+
+        @pl.when(warpgroup < WARPGROUPS)
+        def _compute():
+            plgpu.set_max_registers(232, action="increase")
+            my_sum = sum_smem.at[warpgroup]
+            if factor is not None:
+                plgpu.barrier_wait(factor_ready)
+
+            def store(value, target):
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                my_sum[...] = value
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(my_sum, target)
+
+            def multiply(visit, slot):
+                def product(acc):
+                    for half in range(WARPGROUPS):
+                        plgpu.wgmma(acc, x_smem.at[slot, half], factor_smem.at[half].transpose((1, 0)))
+                    return acc[...]
+
+                total = pl.run_scoped(product, plgpu.ACC((block, rank), jnp.float32))
+                store(total, product_ref.at[column, pl.ds((first + visit) * block, block)])
+
+            def step(visit, gradient):
+                slot = lax.rem(visit, jnp.int32(stages))
+                plgpu.barrier_wait(ready.at[slot])
+                if low is not None:
+                    gradient = _add_product(
+                        gradient,
+                        x_smem.at[slot, warpgroup].transpose((1, 0)),
+                        low_smem.at[slot].transpose((1, 0)),
+                        tiles.staged,
+                    )
+                if factor is not None:
+                    pl.when(lax.rem(visit, jnp.int32(WARPGROUPS)) == warpgroup)(lambda: multiply(visit, slot))
+                plgpu.barrier_arrive(free.at[slot])
+                return gradient
+
+            start = filled((owned, rank), 0.0) if low is not None else None
+            gradient = lax.fori_loop(0, visits, step, start)
+            if low is not None:
+                for part in range(owned // block):
+                    at = (column * WARPGROUPS + warpgroup) * owned + part * block
+                    store(gradient[part * block : (part + 1) * block], gradient_ref.at[group, pl.ds(at, block)])
+            plgpu.wait_smem_to_gmem(0)
+
+        @pl.when(warpgroup == WARPGROUPS)
+        def _feed():
+            plgpu.set_max_registers(40, action="decrease")
+
+            def half(i):
+                return pl.ds((column * WARPGROUPS + i) * owned, owned)
+
+            if factor is not None:
+                for i in range(WARPGROUPS):
+                    plgpu.copy_gmem_to_smem(factor_ref.at[:, half(i)], factor_smem.at[i], factor_ready)
+
+            def load(visit, _):
+                slot, at = lax.rem(visit, jnp.int32(stages)), pl.ds((first + visit) * block, block)
+                pl.when(visit >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
+                for i in range(WARPGROUPS):
+                    plgpu.copy_gmem_to_smem(x_ref.at[at, half(i)], x_smem.at[slot, i], ready.at[slot])
+                if low is not None:
+                    plgpu.copy_gmem_to_smem(low_ref.at[:, at], low_smem.at[slot], ready.at[slot])
+
+            lax.fori_loop(0, visits, load, None)
+            drain(visits, stages, free)
+
+    def tile(*shape):
+        return plgpu.SMEM(shape, x.dtype, transforms=swizzled(shape[-1]))
+
+    outs = []
+    if factor is not None:
+        outs.append(jax.ShapeDtypeStruct((across, rows, rank), jnp.float32))
+    if low is not None:
+        outs.append(jax.ShapeDtypeStruct((groups, width, rank), jnp.float32))
+    results = launch(
+        kernel,
+        (
+            tile(stages, WARPGROUPS, block, owned),
+            tile(WARPGROUPS, rank, owned) if factor is not None else None,
+            tile(stages, rank, block) if low is not None else None,
+            plgpu.SMEM((WARPGROUPS, block, rank), jnp.float32, transforms=swizzled(rank, jnp.float32)),
+            plgpu.Barrier(num_arrivals=WARPGROUPS),
+            plgpu.Barrier(num_arrivals=WARPGROUPS + (low is not None), num_barriers=stages),
+            plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages),
+        ),
+        x,
+        *given,
+        out_type=outs,
+        grid={"across": across, "down": groups},
+    )
+    sums = [part.sum(axis=0) for part in results]
+    product = sums.pop(0) if factor is not None else None
+    return product, sums.pop() if low is not None else None
+
+
+def _add_product(total, a, b, staged: bool):
+    """total + a @ b, in place where the interpreter need not follow."""
+    if staged:
+
+        def alone(acc):
+            plgpu.wgmma(acc, a, b)
+            return acc[...]
+
+        return total + pl.run_scoped(alone, plgpu.ACC(total.shape, jnp.float32))
+    return pl.run_state(lambda acc: plgpu.wgmma(acc, a, b))(plgpu.ACC.init(total))
+
+
+def _stages(tiles: NarrowTiles, rank: int, product: bool, gradient: bool, itemsize: int) -> int:
+    """Slots of tiles that fit beside what stays in shared memory."""
+    columns = WARPGROUPS * tiles.columns
+    stay = rank * columns * itemsize * product + WARPGROUPS * tiles.rows * rank * 4
+    slot = tiles.rows * (columns + rank * gradient) * itemsize
+    return min(4, (_SHARED_MEMORY - stay) // slot)

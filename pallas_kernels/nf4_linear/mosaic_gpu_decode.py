@@ -1,0 +1,227 @@
+"""Decodes a tile of NF4 weights in the registers of a warpgroup, with bitsandbytes' rounding.
+
+A tile has 128 blocks of 64 elements in rows of one or more blocks: as many blocks as a warpgroup has threads, so that
+each thread finds one block's scale and hands it to the 8 threads that decode the block. Both that and the look-up of a
+code's value are shuffles within a warp: lanes i and 16 + i hold the value of code i, and a shuffle among 16 lanes takes
+four bits of its index only, so that a nibble costs one shift, one shuffle and one multiplication. Products and sums are
+rounded one by one: a fused multiply-add would differ from bitsandbytes' bits.
+
+The interpreter runs no inline assembly: with `staged`, plain array operations do the same.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.experimental.mosaic.gpu as mgpu
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.mosaic.gpu import utils
+from jax.typing import DTypeLike
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, gpu, memref, vector
+
+from pallas_kernels.nf4_linear.reference import DYNAMIC_CODE, NESTED_BLOCK, NF4_CODE
+
+BLOCK = 64  # elements that share a scale
+THREADS, WARP = 128, 32  # of a warpgroup, of a warp
+SHARING = 8  # threads that decode one block
+TILE = THREADS * BLOCK
+VECTOR = 4  # bytes of a register: 8 elements, which are stored together
+
+_PAIR = {"bfloat16": "bf16x2", "float16": "f16x2"}  # PTX's names of two numbers in a word
+_EACH = plgpu.Layout.WG_STRIDED((THREADS,), vec_size=1)  # one number for each thread
+_ONE = plgpu.Layout.WG_SPLAT(())
+
+
+class Scales(NamedTuple):
+    """What blocks' scales are made of: arrays outside a kernel, references inside.
+
+    Attributes:
+        values: (128,) f32, those of the 16 codes over and over: one for each thread.
+        dynamic: (256,) f32, the values of double quantization's codes.
+        absmax: (blocks,) uint8, or f32 without double quantization.
+        nested: (ceil(blocks / 256),) f32; one unused number without double quantization.
+        offset: (layers,) f32; likewise.
+    """
+
+    values: Any
+    dynamic: Any
+    absmax: Any
+    nested: Any
+    offset: Any
+
+
+def kernel_scales(absmax, nested_absmax, offset) -> Scales:
+    """A kernel's operands from a weight's arrays; leading axes are joined with the first of each array's own."""
+    unused = jnp.zeros((1,), jnp.float32)
+    nested, offset = (unused if x is None else x.reshape(-1) for x in (nested_absmax, offset))
+    values = jnp.asarray(np.tile(NF4_CODE, THREADS // len(NF4_CODE)))
+    return Scales(values, jnp.asarray(DYNAMIC_CODE), absmax.reshape(-1), nested, offset)
+
+
+def codes_layout(rows: int):
+    """Layout of a tile's codes, (rows, TILE / rows / 2) uint8: neighbouring threads have neighbouring words."""
+    return plgpu.Layout.WG_STRIDED((rows, TILE // rows // 2), vec_size=VECTOR)
+
+
+def code_values(refs: Scales):
+    """(128,) f32: each thread's entry of the code table, for `decode`."""
+    return plgpu.load(refs.values, layout=_EACH)
+
+
+def load_scales(refs: Scales, first, stride: int, columns: int, *, staged: bool):
+    """Asks for what each thread's block needs: its absmax as stored, and its nested block's factor, both (128,).
+
+    Args:
+        refs: of the whole weight.
+        first: block in the tile's corner.
+        stride: blocks of a row of the weight.
+        columns: blocks of a row of the tile; a power of two.
+        staged: whether plain array operations do it.
+    """
+    block = _block_of_thread()
+    shift = columns.bit_length() - 1
+    index = first + (block >> shift) * stride + (block & (columns - 1))
+    absmax = _gather(refs.absmax, index, staged=staged)
+    if absmax.dtype != jnp.uint8:
+        return absmax, absmax
+    return absmax, _gather(refs.nested, index >> (NESTED_BLOCK.bit_length() - 1), staged=staged)
+
+
+def finish_scales(refs: Scales, absmax, factor, offset, *, staged: bool):
+    """(128,) f32: each thread's scale, undoing double quantization of what `load_scales` returned."""
+    if absmax.dtype != jnp.uint8:
+        return absmax
+    value = _gather(refs.dynamic, absmax.astype(jnp.int32), staged=staged)
+    if staged:
+        return lax.optimization_barrier(value * factor) + offset
+
+    @plgpu.inline_mgpu(arg_types=(_EACH, _EACH, _ONE), return_type=_each(jnp.float32))
+    def multiply_add(_, value, factor, offset):
+        ptx = "{ .reg .f32 p; mul.rn.f32 p, $1, $2; add.rn.f32 $0, p, $3; }"
+        return _array(utils.inline_ptx(ptx, *map(_element, (value, factor, offset)), result_types=ir.F32Type.get()))
+
+    return multiply_add(value, factor, offset)
+
+
+def tiled_layout(columns: int):
+    """Layout of a decoded tile for swizzled shared memory: thread by thread the same as WG_STRIDED; to 256 columns."""
+    warps, lanes = (THREADS * 8 // columns, columns), (WARP * 8 // columns, columns)
+    return plgpu.Layout.TILED(plgpu.Tiling((warps, lanes, (8,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
+
+
+def decode(codes, values, scales, *, dtype: DTypeLike, layout=None, staged: bool):
+    """The elements of a tile, `values[code] * scale` rounded once.
+
+    Args:
+        codes: (rows, TILE / rows / 2) uint8 in `codes_layout`.
+        values: (128,) f32, from `code_values`.
+        scales: (128,) f32, from `finish_scales`.
+        dtype: bfloat16 or float16.
+        layout: of the result, `tiled_layout` or None for WG_STRIDED.
+        staged: whether plain array operations do it.
+
+    Returns:
+        (rows, TILE / rows), 8 neighbours in each of a thread's registers.
+    """
+    shape, dtype = (codes.shape[0], codes.shape[1] * 2), jnp.dtype(dtype)
+    if staged:
+        nibbles = jnp.stack([codes >> 4, codes & 15], -1).reshape(THREADS, BLOCK).astype(jnp.int32)
+        by_block = jnp.zeros_like(scales).at[_block_of_thread()].set(scales)
+        return (values[nibbles] * by_block[:, None]).astype(dtype).reshape(shape)
+    layout = layout or plgpu.Layout.WG_STRIDED(shape, vec_size=2 * VECTOR)
+
+    @plgpu.inline_mgpu(
+        arg_types=(codes_layout(codes.shape[0]), _EACH, _EACH),
+        return_type=plgpu.ShapeDtypeStruct(shape, dtype, layout),
+    )
+    def look_up(_, codes, values, scales):
+        values, scales = _element(values), _element(scales)
+        pair_of = f"cvt.rn.{_PAIR[dtype.name]}.f32"
+        ptx = f"{{ .reg .f32 a, b; mul.rn.f32 a, $1, $3; mul.rn.f32 b, $2, $3; {pair_of} $0, b, a; }}"
+        pair_type = ir.VectorType.get((2,), utils.dtype_to_ir_type(dtype))
+        lane = arith.remui(arith.index_cast(_word(), gpu.thread_id(gpu.Dimension.x)), _i32(WARP))
+        neighbour = arith.divui(lane, _i32(SHARING))
+        registers = np.empty_like(codes.registers)
+        for i, register in enumerate(codes.registers):
+            word = utils.bitcast(register, _word())
+            scale = _shuffle(scales, arith.addi(neighbour, _i32(i * WARP // SHARING)), lanes=WARP)
+            pairs = []
+            for byte in range(VECTOR):
+                nibbles = (arith.shrui(word, _i32(8 * byte + shift)) for shift in (4, 0))
+                high, low = (_shuffle(values, nibble, lanes=16) for nibble in nibbles)
+                pairs.append(utils.bitcast(utils.inline_ptx(ptx, high, low, scale, result_types=_word()), pair_type))
+            registers[i] = utils.vector_concat(pairs)
+        registers = registers.reshape(layout.to_mgpu().registers_shape(shape))
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=None)
+
+    return look_up(codes, values, scales)
+
+
+def loads_first() -> None:
+    """Keeps the assembler from waiting for a load before it has issued those that precede this in the program."""
+
+    @plgpu.inline_mgpu()
+    def barrier(_):
+        utils.warpgroup_barrier()
+
+    barrier()
+
+
+def _block_of_thread():
+    """(128,) int32: the block of the tile whose scale a thread finds. Each register of its warp has four."""
+    thread = plgpu.broadcasted_iota(jnp.int32, (THREADS,), 0, layout=_EACH)
+    lane, warp = thread & (WARP - 1), thread >> 5
+    return 16 * (lane >> 2) + 4 * warp + (lane & 3)
+
+
+def _gather(ref, index, *, staged: bool):
+    """Each thread's element of a vector in memory."""
+    if staged:
+        return ref[...][index]
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _EACH), return_type=_each(ref.dtype))
+    def load(_, ref, index):
+        element = memref.load(ref, [arith.index_cast(ir.IndexType.get(), _element(index))])
+        return _array(element)
+
+    return load(ref, index)
+
+
+def _shuffle(value, lane, *, lanes: int):
+    """The value of another lane among `lanes` neighbours; of its number only the low bits count."""
+    clamp = (WARP - lanes) << 8 | (lanes - 1)
+    return utils.inline_ptx(
+        f"shfl.sync.idx.b32 $0, $1, $2, {clamp:#x}, 0xffffffff;",
+        value,
+        lane,
+        result_types=value.type,
+        convergent=True,
+    )
+
+
+def _each(dtype):
+    return plgpu.ShapeDtypeStruct((THREADS,), dtype, _EACH)
+
+
+def _element(array):
+    """A thread's own number, or the one that all share."""
+    (register,) = array.registers.flat
+    return vector.extract(register, [], [0]) if isinstance(register.type, ir.VectorType) else register
+
+
+def _array(element):
+    """One number for each thread."""
+    register = vector.broadcast(ir.VectorType.get((1,), element.type), element)
+    unsigned = isinstance(element.type, ir.IntegerType)
+    is_signed = False if unsigned else None
+    return mgpu.FragmentedArray(_registers=np.array([register], object), _layout=_EACH.to_mgpu(), _is_signed=is_signed)
+
+
+def _i32(value: int) -> ir.Value:
+    return utils.c(value, _word())
+
+
+def _word() -> ir.Type:
+    return ir.IntegerType.get_signless(32)

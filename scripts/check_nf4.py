@@ -1,0 +1,168 @@
+"""Checks the Hopper kernels of NF4 weights on a GPU: dequantized bits against XLA's, products against float64.
+
+Usage: python scripts/check_nf4.py [--out FILE]     (exit status 1 where a check fails)
+
+Dequantization must give the bits of plain jnp on the CPU: all codes, scales of all sizes, shapes of Llama-3.1-8B and
+70B, stacked layers, a result with room for an adapter, more than 2^31 elements. Products that decode the weight inside,
+and add an adapter's, may be off by 1.5 times what the dense bf16 product is, against float64 on the host, and must give
+the same bits twice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from pallas_kernels.nf4_linear import NF4Weight, dequantize, join, mosaic_gpu
+from pallas_kernels.nf4_linear.mosaic_gpu_matmul import MatmulTiles
+
+LLAMA_8B = ((14336, 4096), (4096, 14336), (4096, 4096), (1024, 4096))
+LLAMA_70B = ((28672, 8192), (8192, 28672), (8192, 8192), (1024, 8192))
+ODD = ((32, 1024), (64, 896), (128, 64), (18944, 3584), (3584, 18944), (2048, 2048))
+BAR = 1.5
+
+
+def random_packed(shape: tuple[int, int], leading: tuple[int, ...] = (), *, double: bool = True) -> NF4Weight:
+    """A weight of random codes whose scales span many powers of two."""
+    rng = np.random.default_rng(shape[0] + shape[1])
+    size = math.prod(shape)
+    blocks = size // 64
+    codes = jnp.asarray(rng.integers(0, 256, (*leading, size // 2), dtype=np.uint8))
+
+    def scales(mean: float, *own: int) -> jax.Array:
+        return jnp.asarray(rng.lognormal(mean, 2, (*leading, *own)), jnp.float32)
+
+    if not double:
+        return NF4Weight(codes, scales(-4, blocks), None, None, shape)
+    absmax = jnp.asarray(rng.integers(0, 256, (*leading, blocks), dtype=np.uint8))
+    return NF4Weight(codes, absmax, scales(-4, -(-blocks // 256)), scales(-4), shape)
+
+
+def on_cpu(w: NF4Weight, dtype: str) -> np.ndarray:
+    """The weight by plain jnp on the host."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        return np.asarray(dequantize(jax.tree.map(np.asarray, w), dtype, implementation="xla"))
+
+
+def check_bits(shape: tuple[int, int], dtype: str, leading: tuple[int, ...], double: bool) -> tuple[str, bool]:
+    """The dequantized weight, alone and with room below and beside it, bit for bit."""
+    w = random_packed(shape, leading, double=double)
+    want = on_cpu(w, dtype).view(np.uint16)
+    got = jax.jit(lambda w: dequantize(w, dtype, implementation="mosaic_gpu"))(w)
+    wrong = int((np.asarray(got).view(np.uint16) != want).sum())
+    if not leading:
+        for axis, more in ((0, jnp.ones((16, shape[1]), dtype)), (1, jnp.ones((shape[0], 32), dtype))):
+            joined = jax.jit(lambda w, more, axis=axis: join(w, more, axis, implementation="mosaic_gpu"))(w, more)
+            expected = np.concatenate([want, np.asarray(more).view(np.uint16)], axis)
+            wrong += int((np.asarray(joined).view(np.uint16) != expected).sum())
+    form = f"{leading} " if leading else ""
+    kind = "" if double else ", f32 scales"
+    return f"bits {form}{shape} {dtype}{kind}: {wrong} differ", wrong == 0
+
+
+def check_many() -> tuple[str, bool]:
+    """More than 2^31 elements, compared on the GPU with plain jnp, layer by layer."""
+    w = random_packed((14336, 4096), (38,))
+    got = jax.jit(lambda w: dequantize(w, implementation="mosaic_gpu"))(w)
+
+    @jax.jit
+    def differing(got, w, i):
+        layer = jax.tree.map(lambda leaf: leaf[i], w)
+        bits = (jax.lax.bitcast_convert_type(x, jnp.uint16) for x in (got[i], dequantize(layer, implementation="xla")))
+        return jnp.sum(next(bits) != next(bits))
+
+    wrong = sum(int(differing(got, w, i)) for i in range(38))
+    return f"bits of {got.size / 2**31:.2f} * 2^31 elements: {wrong} differ", wrong == 0
+
+
+def error(value: Any, truth: np.ndarray) -> float:
+    """Relative error in the Frobenius norm."""
+    return float(np.linalg.norm(np.asarray(value, np.float64) - truth) / np.linalg.norm(truth))
+
+
+def check_products(shape: tuple[int, int], rows: int, rank: int, tiles: MatmulTiles | None) -> tuple[str, bool]:
+    """x @ W.T and dy @ W, decoded inside the product, with an adapter's product where rank is not 0."""
+    w = random_packed(shape)
+    packed = w.codes, w.absmax, w.nested_absmax, w.offset
+    dense = dequantize(w, implementation="xla")
+    words, good = [], True
+    for transpose, name in ((False, "y"), (True, "dx")):
+        matrix = dense if transpose else dense.T
+        draws = jax.random.split(jax.random.key(rows + rank), 3)
+        x = jax.random.normal(draws[0], (rows, matrix.shape[0]), jnp.bfloat16)
+        low = jax.random.normal(draws[1], (rows, rank), jnp.bfloat16)
+        up = 0.1 * jax.random.normal(draws[2], (rank, matrix.shape[1]), jnp.bfloat16)
+        extra = (low, up if transpose else up.T) if rank else None
+
+        def fused(x, packed, extra, transpose=transpose):
+            return mosaic_gpu.fused(x, packed, shape, transpose=transpose, extra=extra, tiles=tiles)
+
+        exact = [np.asarray(array, np.float64) for array in (x, matrix, low, up)]
+        truth = exact[0] @ exact[1] + exact[2] @ exact[3]
+        bar = error(jax.jit(lambda x, matrix, low, up: x @ matrix + low @ up)(x, matrix, low, up), truth)
+        got, again = (np.asarray(jax.jit(fused)(x, packed, extra)) for _ in range(2))
+        mine, same = error(got, truth), bool((got == again).all())
+        within = mine <= BAR * bar and same
+        good &= within
+        words.append(f"{name} {mine:.1e}/{bar:.1e}{'' if within else ' FAIL'}{'' if same else ' NOT THE SAME TWICE'}")
+    size = "" if tiles is None else f" {tiles.rows} rows a tile"
+    return f"product {shape} M{rows} R{rank}{size}: " + "  ".join(words), good
+
+
+def checks() -> Iterator[tuple[Any, tuple]]:
+    """Every check and its arguments, quick ones first."""
+    for shape in (*ODD, *LLAMA_8B, *LLAMA_70B):
+        yield check_bits, (shape, "bfloat16", (), True)
+    for shape, dtype, leading, double in (
+        ((64, 896), "float16", (), True),
+        ((4096, 4096), "float16", (), True),
+        ((4096, 4096), "bfloat16", (), False),
+        ((256, 1024), "bfloat16", (3,), True),
+        ((1024, 4096), "bfloat16", (2, 3), True),
+        ((128, 896), "bfloat16", (4,), False),
+    ):
+        yield check_bits, (shape, dtype, leading, double)
+    for shape, rows, rank in itertools.product(((256, 128), (512, 1024), (4096, 1024)), (1, 100, 512), (0, 16)):
+        for size in (128, 256):
+            yield check_products, (shape, rows, rank, MatmulTiles(rows=size))
+    yield check_products, ((512, 1024), 300, 80, MatmulTiles(rows=128, stages=2, blocks=3))
+    for shape, rows in itertools.product(LLAMA_8B, (512, 2048)):
+        yield check_products, (shape, rows, 16, None)
+    yield check_many, ()
+
+
+def main() -> int:
+    """Runs every check and goes on after one that fails."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, help="where every line is written as well")
+    options = parser.parse_args()
+    lines, failed = [], 0
+    for check, arguments in checks():
+        try:
+            line, good = check(*arguments)
+        except Exception:  # whatever one kernel does, the others are checked
+            line, good = f"{check.__name__} {arguments}: {traceback.format_exc(limit=-3)[-1500:]}", False
+        failed += not good
+        lines.append(f"{'ok  ' if good else 'FAIL'} {line}")
+        print(lines[-1], flush=True)
+    lines.append(f"{len(lines) - failed} of {len(lines)} checks passed")
+    print(lines[-1])
+    if options.out:
+        options.out.write_text("\n".join(lines) + "\n")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

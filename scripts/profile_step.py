@@ -1,0 +1,96 @@
+"""Where a training step's time goes: the device's kernels, added up by the part of the model that they belong to.
+
+Usage: python scripts/profile_step.py [--shape llama3.1-8b] [--base nf4] [--remat full] [--batch 4x2048]
+           [--attention mosaic_gpu] [--steps 3] [--top 60]
+
+Prints a table: milliseconds a step, times run a step, the kernel, the operation's name in the model. The step is that
+of bench_train.py. What is not a kernel (gaps between kernels) is the difference of the first line's two numbers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+# Kernels that run as one command buffer carry its name instead of their own.
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_enable_command_buffer="
+
+import jax
+from bench_train import SHAPES, compile_step
+from jax.profiler import ProfileData
+
+
+class Kernel(NamedTuple):
+    """A kernel's share of a step."""
+
+    milliseconds: float
+    runs: float
+    name: str
+    source: str
+
+
+def sources(text: str) -> dict[str, str]:
+    """HLO operation -> its name in the model, without the transformations' names that all share."""
+    found = re.findall(r'%([\w.\-]+) = .*?op_name="([^"]*)"', text)
+    return {name: re.sub(r"jit\(\w+\)/|while/body/|closed_call/", "", source) for name, source in found}
+
+
+def kernels(profile: ProfileData, names: dict[str, str], steps: int) -> list[Kernel]:
+    """Kernels of every device stream, grouped by kernel and HLO operation, the longest first."""
+    total: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for plane in profile.planes:
+        for line in plane.lines:
+            if not (plane.name.startswith("/device:GPU") and line.name.startswith("Stream")):
+                continue
+            for event in line.events:
+                operation = next((str(value) for key, value in event.stats if key == "hlo_op"), "")
+                total[event.name, operation].append(event.duration_ns / 1e6)
+    found = [
+        Kernel(sum(times) / steps, len(times) / steps, name, f"{operation} {names.get(operation, '')}")
+        for (name, operation), times in total.items()
+    ]
+    return sorted(found, reverse=True)
+
+
+def main() -> None:
+    """Runs a few steps under the profiler and prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", choices=SHAPES, default="llama3.1-8b")
+    parser.add_argument("--base", default="nf4", choices=("nf4", "bf16"))
+    parser.add_argument("--remat", default="full")
+    parser.add_argument("--batch", default="4x2048", help="rows x tokens")
+    parser.add_argument("--attention")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--top", type=int, default=60)
+    options = parser.parse_args()
+    rows, length = (int(part) for part in options.batch.split("x"))
+    chosen: Any = (options.shape, options.base, options.remat, rows, length, options.attention)
+    program, _, state, frozen, batch = compile_step(*chosen)
+    for _ in range(2):
+        state, metrics = program.call(state, frozen, batch)
+    jax.block_until_ready(metrics)
+    with tempfile.TemporaryDirectory() as folder:
+        started = time.perf_counter()
+        with jax.profiler.trace(folder):
+            for _ in range(options.steps):
+                state, metrics = program.call(state, frozen, batch)
+            jax.block_until_ready(metrics)
+            seconds = time.perf_counter() - started
+        profile = ProfileData.from_file(str(next(Path(folder).rglob("*.xplane.pb"))))
+    compiled: Any = program.call
+    found = kernels(profile, sources(compiled.as_text()), options.steps)
+    busy = sum(kernel.milliseconds for kernel in found)
+    print(f"{1e3 * seconds / options.steps:.1f} ms a step, {busy:.1f} ms of kernels")
+    for kernel in found[: options.top]:
+        print(f"{kernel.milliseconds:8.2f} {kernel.runs:6.0f}  {kernel.name[:60]:<60} {kernel.source[-110:]}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
