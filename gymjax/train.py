@@ -6,9 +6,12 @@ import sys
 from collections.abc import Sequence
 
 from gymjax.config import load
-from gymjax.training.command import keys_text, run, split_arguments
+from gymjax.training.command import flag, keys_text, run, split_arguments, take
 from gymjax.training.mesh import start_processes
+from gymjax.training.planning import show_plan
 from gymjax.training.train import train
+
+OWN = {"plan_only": "true: show what lies where, the predicted peak and the compiler's, then stop"}
 
 
 def usage() -> str:
@@ -18,14 +21,20 @@ usage: python -m gymjax.train CONFIG.yaml [key=value ...]
 
 Fine-tunes a model and leaves weights, logs and plots in output_dir. Stopped by Ctrl-C or SIGTERM it saves a checkpoint
 and ends; the same command goes on from there. Keys and their defaults:
-{keys_text(("model", "data", "adapter", "optim", "train"))}
+{keys_text(("model", "data", "adapter", "optim", "train"), OWN)}
 """
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Loads the config, trains, and says what was left where."""
-    config = load(*split_arguments(arguments))
+    """Loads the config, trains, and says what was left where; or only shows what training would need."""
+    path, overrides = split_arguments(arguments)
+    own, overrides = take(overrides, OWN)
+    config = load(path, overrides)
     start_processes()
+    if flag(own, "plan_only"):
+        lines, fits = show_plan(config)
+        print(*config.notes, *lines, sep="\n")
+        return 0 if fits else 1
     result = train(config)
     folder = config.train.output_dir
     if result.interrupted:

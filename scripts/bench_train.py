@@ -113,7 +113,7 @@ def random_model(shape: str, base: str):
 
 
 def compile_step(shape: str, base: str, remat: str, rows: int, length: int, attention: str | None):
-    """Compiles the trainer's own step for a model with random weights: (program, state, frozen, batch)."""
+    """Compiles the trainer's own step for a model with random weights: (program, plan, state, frozen, batch)."""
     import jax
     import numpy as np
 
@@ -121,14 +121,20 @@ def compile_step(shape: str, base: str, remat: str, rows: int, length: int, atte
     from gymjax.config import OptimConfig
     from gymjax.optim.build import build
     from gymjax.training.compile import compile_program
+    from gymjax.training.metrics import GIB, device_memory_gib
+    from gymjax.training.plan import choose
     from gymjax.training.step import StepSettings, init_state, make_step, split_model
+    from gymjax.training.workload import Workload
 
     model = random_model(shape, base)
     attach(model, LoraSpec(rank=RANK, alpha=RANK), key=jax.random.key(1))
     graphdef, params, frozen = split_model(model)
     optimizer = build(OptimConfig(learning_rate=1e-4), 1000, params)
     state = init_state(params, optimizer, None)
-    settings = StepSettings(seed=0, max_grad_norm=1.0, remat=remat, attention=attention, packed=False)
+    settings = StepSettings(seed=0, max_grad_norm=1.0, attention=attention, packed=False)
+    limit = device_memory_gib()
+    work = Workload(model.cfg, graphdef, state, frozen, settings, rows, length, 1, model.compute_dtype)
+    plan = choose(work, remat, None if limit is None else int(limit * GIB))
     tokens = np.random.default_rng(0).integers(3, model.cfg.vocab_size, (1, rows, length)).astype(np.int32)
     batch = {
         "tokens": tokens,
@@ -138,18 +144,28 @@ def compile_step(shape: str, base: str, remat: str, rows: int, length: int, atte
         "positions": np.broadcast_to(np.arange(length, dtype=np.int32), tokens.shape),
     }
     batch = jax.device_put(batch)
-    step = jax.jit(make_step(graphdef, optimizer, settings), donate_argnums=0)
-    return compile_program(step, state, frozen, batch), state, frozen, batch
+    step = jax.jit(make_step(graphdef, optimizer, plan.settings), donate_argnums=0)
+    return compile_program(step, state, frozen, batch), plan, state, frozen, batch
 
 
 def time_step(shape: str, base: str, remat: str, rows: int, length: int, attention: str | None, steps: int) -> dict:
-    """Compiles and times the trainer's own step; returns tok_s, peak_gib, compile_s, loss, predicted_gib."""
+    """Compiles and times the trainer's own step.
+
+    Returns:
+        tok_s, compile_s, loss and the like; of memory peak_gib (measured), predicted_gib (the compiler's analysis),
+        plan_gib (the planner's, with the remat it chose), live_gib (arrays before the first step); what the allocator
+        counts before the first step, after it and at the end (in_use_gib), and its peaks so far at the former two.
+    """
     import jax
 
-    from gymjax.training.metrics import peak_flops, peak_memory_gib, step_flops
+    from gymjax.training.metrics import GIB, peak_flops, peak_memory_gib, step_flops
 
-    program, state, frozen, batch = compile_step(shape, base, remat, rows, length, attention)
-    for _ in range(3):
+    program, plan, state, frozen, batch = compile_step(shape, base, remat, rows, length, attention)
+    live, memory = sum(array.nbytes for array in jax.live_arrays()), [allocator()]
+    state, metrics = program.call(state, frozen, batch)
+    jax.block_until_ready(metrics)
+    memory.append(allocator())
+    for _ in range(2):
         state, metrics = program.call(state, frozen, batch)
     jax.block_until_ready(metrics)
     seconds = []
@@ -167,12 +183,24 @@ def time_step(shape: str, base: str, remat: str, rows: int, length: int, attenti
         "spread": (max(seconds) - min(seconds)) / median,
         "peak_gib": peak_memory_gib(),
         "predicted_gib": program.peak_gib,
+        "plan_gib": plan.memory.peak / GIB,
+        "remat": plan.remat,
+        "live_gib": live / GIB,
+        "in_use_gib": [each["bytes_in_use"] / GIB for each in [*memory, allocator()]],
+        "peaks_gib": [each["peak_bytes_in_use"] / GIB for each in memory],
         "compile_s": program.seconds,
         "mfu": None if peak is None else flops / median / peak,
         "loss": float(metrics["loss"]),
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
     }
+
+
+def allocator() -> dict[str, int]:
+    """What the device's allocator counts, zeros where there is none (CPU)."""
+    import jax
+
+    return {"bytes_in_use": 0, "peak_bytes_in_use": 0} | (jax.local_devices()[0].memory_stats() or {})
 
 
 def decoder_cfg(hf: dict):
@@ -223,7 +251,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, default="llama3.1-8b")
     parser.add_argument("--base", choices=("nf4", "bf16"), default="nf4")
-    parser.add_argument("--remat", choices=("full", "selective", "offload", "none"), default="full")
+    parser.add_argument(
+        "--remat", default="full", help="full, selective, offload, none, auto, or names joined by commas"
+    )
     parser.add_argument("--batch", default="4x2048", help="rows x tokens")
     parser.add_argument("--attention", choices=("cudnn", "mosaic_gpu", "xla"), help="default: the fastest")
     parser.add_argument("--steps", type=int, default=8)

@@ -3,14 +3,15 @@
 Usage: python scripts/compile_step.py [--shape llama3.1-8b] [--base nf4] [--remat full] [--batch 4x2048]
            [--attention mosaic_gpu] [--passes]
 
-Prints what the program needs by the compiler's own analysis and, with --passes, what each operation of the loops over
-layers writes (MiB) with the name that it has in the model. The step is that of bench_train.py; nothing is run, and
-tuning is off, so that matrix products may be another kernel on the GPU.
+Prints what the program needs by the compiler's own analysis and by gymjax's plan and, with --passes, what each
+operation of the loops over layers writes (MiB) with the name that it has in the model. The step is that of
+bench_train.py; nothing is run, and tuning is off, so that matrix products may be another kernel on the GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 import time
@@ -25,7 +26,7 @@ prepare()
 
 import jax
 import jax.numpy as jnp
-from bench_train import RANK, random_model
+from bench_train import RANK, SHAPES, decoder_cfg, random_model
 from flax import nnx
 from jax.sharding import SingleDeviceSharding
 
@@ -34,15 +35,20 @@ from gymjax.config import OptimConfig
 from gymjax.optim.build import build
 from gymjax.training.compile import program_peak_gib
 from gymjax.training.metrics import GIB
+from gymjax.training.plan import Plan, choose, describe
 from gymjax.training.step import StepSettings, init_state, make_step, split_model
+from gymjax.training.workload import Workload
 from pallas_kernels import _platform
 
 WIDTHS = {"pred": 1, "u8": 1, "s8": 1, "bf16": 2, "f16": 2, "u16": 2, "f32": 4, "s32": 4, "u32": 4, "s64": 8, "f64": 8}
 SMALL = 4  # MiB; what writes less is not listed
 
 
-def compile_step(shape: str, base: str, remat: str, rows: int, length: int, attention: Any) -> Any:
-    """The compiled step of a LoRA run, from shapes alone."""
+H200_BYTES = int(0.75 * 141e9)  # what JAX takes of an H200 by default
+
+
+def compile_step(shape: str, base: str, remat: str, rows: int, length: int, attention: Any) -> tuple[Any, Plan]:
+    """The compiled step of a LoRA run, from shapes alone, and the plan of its memory."""
     sharding = SingleDeviceSharding(device())
     _platform.compute_capability = lambda: (9, 0)
 
@@ -54,15 +60,18 @@ def compile_step(shape: str, base: str, remat: str, rows: int, length: int, atte
     graphdef, params, frozen = split_model(nnx.eval_shape(make))
     optimizer = build(OptimConfig(learning_rate=1e-4), 1000, params)
     state = jax.eval_shape(lambda params: init_state(params, optimizer, None), params)
-    settings = StepSettings(seed=0, max_grad_norm=1.0, remat=remat, attention=attention, packed=False)
+    settings = StepSettings(seed=0, max_grad_norm=1.0, attention=attention, packed=False)
+    cfg = decoder_cfg(SHAPES[shape])
+    work = Workload(cfg, graphdef, state, frozen, settings, rows, length, 1, jnp.dtype(jnp.bfloat16))
+    plan = choose(work, remat, H200_BYTES)
     ints = jax.ShapeDtypeStruct((1, rows, length), jnp.int32)
     batch = dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), ints)
     batch["loss_weights"] = jax.ShapeDtypeStruct(ints.shape, jnp.float32)
     placed = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), (state, frozen, batch)
     )
-    step = jax.jit(make_step(graphdef, optimizer, settings), donate_argnums=0)
-    return step.trace(*placed).lower(lowering_platforms=("cuda",)).compile()
+    step = jax.jit(make_step(graphdef, optimizer, plan.settings), donate_argnums=0)
+    return step.trace(*placed).lower(lowering_platforms=("cuda",)).compile(), plan
 
 
 def written_mib(type_: str) -> float:
@@ -100,15 +109,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", default="llama3.1-8b")
     parser.add_argument("--base", default="nf4", choices=("nf4", "bf16"))
-    parser.add_argument("--remat", default="full")
+    parser.add_argument(
+        "--remat", default="full", help="full, selective, offload, none, auto, or names joined by commas"
+    )
     parser.add_argument("--batch", default="4x2048", help="rows x tokens")
     parser.add_argument("--attention", default="mosaic_gpu")
     parser.add_argument("--passes", action="store_true")
+    parser.add_argument("--json", action="store_true", help="print the sizes alone, as check_plan.py reads them")
     options = parser.parse_args()
     rows, length = (int(part) for part in options.batch.split("x"))
     started = time.perf_counter()
-    program = compile_step(options.shape, options.base, options.remat, rows, length, options.attention)
+    program, plan = compile_step(options.shape, options.base, options.remat, rows, length, options.attention)
     analysis = program.memory_analysis()
+    if options.json:
+        found = {"plan_gib": plan.memory.peak / GIB, "predicted_gib": program_peak_gib(program), "remat": plan.remat}
+        print("RESULT " + json.dumps(found))
+        return
     sizes = {
         "arguments": analysis.argument_size_in_bytes,
         "outputs": analysis.output_size_in_bytes - analysis.alias_size_in_bytes,
@@ -117,6 +133,7 @@ def main() -> None:
     parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in sizes.items())
     case = f"{options.shape} {options.base} {options.batch} {options.remat} remat"
     print(f"{case}: {program_peak_gib(program):.2f} GiB ({parts}); compiled in {time.perf_counter() - started:.0f} s")
+    print(*describe(plan), sep="\n")
     if options.passes:
         print(*passes(program.as_text()), sep="\n")
 

@@ -72,7 +72,7 @@ def main() -> None:
     options = parser.parse_args()
     rows, length = (int(part) for part in options.batch.split("x"))
     chosen: Any = (options.shape, options.base, options.remat, rows, length, options.attention)
-    program, state, frozen, batch = compile_step(*chosen)
+    program, _, state, frozen, batch = compile_step(*chosen)
     for _ in range(2):
         state, metrics = program.call(state, frozen, batch)
     jax.block_until_ready(metrics)

@@ -17,11 +17,12 @@ from gymjax.checkpoint.gguf_file import GGUFFile
 from gymjax.checkpoint.gguf_tokenizer import tokenizer_from_gguf
 from gymjax.checkpoint.hf import HFFolder, open_folder, read_json
 from gymjax.checkpoint.peft import load_adapter
-from gymjax.checkpoint.weights import Place, Split, load_decoder
+from gymjax.checkpoint.weights import Place, Split, blank_decoder, load_decoder
 from gymjax.config.sections import ModelConfig
 from gymjax.dtypes import Policy
 from gymjax.models import decoder_config
 from gymjax.models.decoder import Decoder
+from gymjax.models.decoder_config import DecoderConfig
 from gymjax.models.hf_rope import extend_context
 
 PACKAGE_PREFIX = "package:"
@@ -48,6 +49,25 @@ class LoadedModel:
     source: Path
 
 
+@dataclasses.dataclass(frozen=True)
+class OpenedBase:
+    """A base model whose files are mapped and checked, and none of whose weights is read.
+
+    Attributes:
+        path: the folder or file.
+        source: its tensors.
+        hf_config: its config.json, or what that would be.
+        cfg: of its decoder.
+        tokenizer: with its chat template.
+    """
+
+    path: Path
+    source: HFFolder | GGUFFile
+    hf_config: dict[str, Any]
+    cfg: DecoderConfig
+    tokenizer: PreTrainedTokenizerBase
+
+
 def with_own_base(config: ModelConfig, adapter: Path | str | None) -> ModelConfig:
     """The model section with the base that an adapter brought along, where it brought one.
 
@@ -62,29 +82,17 @@ def with_own_base(config: ModelConfig, adapter: Path | str | None) -> ModelConfi
     return config if base is None else dataclasses.replace(config, model_name_or_path=str(base))
 
 
-def load_base(
-    config: ModelConfig,
-    policy: Policy,
-    *,
-    cutoff_len: int | None = None,
-    place: Place | None = None,
-    split: Split | None = None,
-) -> LoadedModel:
-    """Load a base model, one variable of the tree in host memory at a time.
+def open_base(config: ModelConfig, *, cutoff_len: int | None = None) -> OpenedBase:
+    """Find a base model and map its files.
 
     Args:
-        config: model_name_or_path, cache_dir, quantization_bit, double_quantization and rope_scaling are read. With
-            quantization_bit 4 the linear weights of the blocks are packed into NF4 as they are read; a bitsandbytes
-            checkpoint stays packed whatever the setting.
-        policy: dtypes of the dense weights and of the computation.
+        config: model_name_or_path, cache_dir and rope_scaling are read.
         cutoff_len: tokens that rope_scaling makes room for.
-        place: see `weights.load_decoder`.
-        split: likewise.
 
     Raises:
         FileNotFoundError: the model, or a file of it, is not there.
-        ValueError: damaged or unsupported files, tensors that do not fit, a tokenizer that does not fit, a rope_scaling
-            that the model cannot have.
+        ValueError: damaged or unsupported files, a tokenizer that does not fit, a rope_scaling that the model cannot
+            have.
     """
     path = locate(config.model_name_or_path, config.cache_dir)
     source = open_model(path)
@@ -100,9 +108,38 @@ def load_base(
             f"{path}: the tokenizer has {len(tokenizer)} tokens, but the model embeds {cfg.vocab_size}; "
             "tokenizer and weights must come from the same model"
         )
+    return OpenedBase(path, source, hf_config, cfg, tokenizer)
+
+
+def load_base(
+    config: ModelConfig,
+    policy: Policy,
+    *,
+    cutoff_len: int | None = None,
+    place: Place | None = None,
+    split: Split | None = None,
+    opened: OpenedBase | None = None,
+) -> LoadedModel:
+    """Load a base model, one variable of the tree in host memory at a time.
+
+    Args:
+        config: model_name_or_path, cache_dir, quantization_bit, double_quantization and rope_scaling are read. With
+            quantization_bit 4 the linear weights of the blocks are packed into NF4 as they are read; a bitsandbytes
+            checkpoint stays packed whatever the setting.
+        policy: dtypes of the dense weights and of the computation.
+        cutoff_len: tokens that rope_scaling makes room for.
+        place: see `weights.load_decoder`.
+        split: likewise.
+        opened: from `open_base`, where that is done already.
+
+    Raises:
+        FileNotFoundError: the model, or a file of it, is not there.
+        ValueError: as `open_base`, and tensors that do not fit.
+    """
+    base = open_base(config, cutoff_len=cutoff_len) if opened is None else opened
     model = load_decoder(
-        cfg,
-        source,
+        base.cfg,
+        base.source,
         dtype=np.dtype(policy.param),
         compute_dtype=np.dtype(policy.compute),
         quantize_nf4=config.quantization_bit == 4,
@@ -110,7 +147,19 @@ def load_base(
         place=place,
         split=split,
     )
-    return LoadedModel(model, hf_config, tokenizer, _generation_config(path), path)
+    return LoadedModel(model, base.hf_config, base.tokenizer, _generation_config(base.path), base.path)
+
+
+def blank_base(base: OpenedBase, config: ModelConfig, policy: Policy) -> Decoder:
+    """The decoder that `load_base` would load, of zeros; for shapes under jax.eval_shape."""
+    return blank_decoder(
+        base.cfg,
+        getattr(base.source, "packed", ()),
+        dtype=np.dtype(policy.param),
+        compute_dtype=np.dtype(policy.compute),
+        quantize_nf4=config.quantization_bit == 4,
+        double_quant=config.double_quantization,
+    )
 
 
 def with_adapter(loaded: LoadedModel, folder: Path) -> LoadedModel:

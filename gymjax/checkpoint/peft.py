@@ -1,5 +1,6 @@
 """Adapter folders that PEFT loads: adapter_config.json and adapter_model.safetensors."""
 
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -220,7 +221,20 @@ def load_adapter(model: Decoder, folder: Path | str) -> LoraSpec:
             f"{folder}: the adapter does not fit this base: {', '.join(unknown[:6]) or 'it holds no lora_A'} "
             f"is not part of it. It was trained on {config.get('base_model_name_or_path')}"
         )
-    spec = LoraSpec(
+    spec = _spec(config, modules)
+    base = own_base(folder)
+    if base is not None:
+        check_base(model, folder, base, modules[0])
+    if config.get("init_lora_weights") == "pissa":
+        spec, adapted = _over_whole_base(folder, model, spec, adapted)
+    attach(model, spec, key=jax.random.key(0))
+    _refuse(folder, set_adapter_tensors(model, adapted))
+    _load_whole(folder, model, whole)
+    return spec
+
+
+def _spec(config: Mapping[str, Any], modules: Sequence[str]) -> LoraSpec:
+    return LoraSpec(
         rank=config["r"],
         alpha=config["lora_alpha"],
         dropout=config.get("lora_dropout") or 0.0,
@@ -230,14 +244,26 @@ def load_adapter(model: Decoder, folder: Path | str) -> LoraSpec:
         rank_pattern=config.get("rank_pattern") or {},
         alpha_pattern=config.get("alpha_pattern") or {},
     )
-    base = own_base(folder)
-    if base is not None:
-        check_base(model, folder, base, modules[0])
+
+
+def attach_blank(model: Decoder, folder: Path | str) -> LoraSpec:
+    """Attaches an adapter of the shapes that `load_adapter` makes, in place; for shapes under jax.eval_shape.
+
+    Raises:
+        FileNotFoundError: no adapter in the folder.
+        ValueError: one that is not supported, or of another base.
+    """
+    folder = Path(folder)
+    config = read_adapter_config(folder)
+    names = [name.removeprefix(_PREFIX) for name in open_tensors(folder / WEIGHTS)]
+    modules = {name.rpartition(".lora_")[0] for name in names if ".lora_" in name}
+    known = set(_linear_names(model))
+    spec = _spec(config, sorted(modules & known) or config["target_modules"])
     if config.get("init_lora_weights") == "pissa":
-        spec, adapted = _over_whole_base(folder, model, spec, adapted)
+        spec = dataclasses.replace(spec, rank=2 * spec.rank)
     attach(model, spec, key=jax.random.key(0))
-    _refuse(folder, set_adapter_tensors(model, adapted))
-    _load_whole(folder, model, whole)
+    whole = {name for name in names if ".lora_" not in name} - ({_HEAD} if model.cfg.tie_embeddings else set())
+    train_modules(model, sorted({name.rsplit(".", 1)[0] for name in whole}), key="modules_to_save")
     return spec
 
 

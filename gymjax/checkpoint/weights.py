@@ -1,7 +1,7 @@
 """Named tensors of a checkpoint into the decoder's tree, and the tree back into named tensors."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -17,7 +17,7 @@ from gymjax.checkpoint.source import Source
 from gymjax.models.decoder import Decoder
 from gymjax.models.decoder_config import DecoderConfig
 from gymjax.models.names import HFWeight, Index, hf_weights, node_at
-from gymjax.quant.nf4 import quantize, to_bitsandbytes
+from gymjax.quant.nf4 import packed_zeros, quantize, to_bitsandbytes
 from pallas_kernels.nf4_linear import NF4Weight, dequantize
 
 Place = Callable[[tuple[str | int, ...], Any], Any]
@@ -78,6 +78,33 @@ def load_decoder(
         for path, rows in by_path.items():
             value = _stack(rows, read, np.dtype(dtype), pool)
             node_at(model, path).set_value(place(path, value))
+    return model
+
+
+def blank_decoder(
+    cfg: DecoderConfig,
+    packed: Collection[str],
+    *,
+    dtype: DTypeLike,
+    compute_dtype: DTypeLike | None = None,
+    quantize_nf4: bool = False,
+    double_quant: bool = True,
+) -> Decoder:
+    """A decoder of zeros whose arrays are as `load_decoder` makes them; for shapes under jax.eval_shape.
+
+    Args:
+        cfg: shape of the model.
+        packed: names of the weights that its files hold packed.
+        dtype: as in `load_decoder`; likewise the others.
+    """
+    model = Decoder(cfg, dtype=np.dtype(dtype), compute_dtype=np.dtype(compute_dtype or dtype))
+    last = {weight.path: weight for weight in hf_weights(cfg)}
+    for path, weight in last.items():
+        if (quantize_nf4 and weight.quantizable) or weight.name in packed:
+            leading = tuple(i + 1 for i in weight.at)
+            out_width, in_width = weight.shape
+            zeros = packed_zeros((out_width, in_width), leading, double_quant=double_quant, dtype=np.dtype(dtype).name)
+            node_at(model, path).set_value(zeros)
     return model
 
 

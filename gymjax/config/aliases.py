@@ -76,6 +76,7 @@ SPELLINGS: dict[str, dict[str, str | None]] = {
         "adamw_hf": "adamw",
         "adamw_torch_xla": "adamw",
         "adamw_apex_fused": "adamw",
+        "adamw_bnb_8bit": "adamw_8bit",
         "lion_32bit": "lion",
     },
     "flash_attn": {"sdpa": "auto", "fa2": "auto", "fa3": "auto"},

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 
 from gymjax.config.ranges import out_of_range
-from gymjax.config.sections import AdapterConfig, Config
+from gymjax.config.sections import KEPT_NAMES, REMAT, AdapterConfig, Config
 
 Problem = tuple[tuple[str, ...], str]
 
@@ -17,7 +17,7 @@ def problems(config: Config) -> Iterator[Problem]:
     if not config.model.model_name_or_path:
         yield ("model_name_or_path",), "model_name_or_path must be given: a folder, a .gguf file or a hub id"
     yield from out_of_range(config)
-    for rule in (_adapter, _start, _data, _mixing, _schedule, _precision, _evaluation, _best_model, _mesh):
+    for rule in (_adapter, _start, _data, _mixing, _schedule, _precision, _evaluation, _best_model, _mesh, _remat):
         yield from rule(config)
 
 
@@ -173,3 +173,10 @@ def _best_model(config: Config) -> Iterator[Problem]:
 def _mesh(config: Config) -> Iterator[Problem]:
     if config.train.dp_size == -1 and config.train.fsdp_size == -1:
         yield ("dp_size", "fsdp_size"), "dp_size: -1 and fsdp_size: -1 cannot both take the rest; give one a number"
+
+
+def _remat(config: Config) -> Iterator[Problem]:
+    wanted = config.train.gradient_checkpointing
+    if wanted not in REMAT and not {name.strip() for name in wanted.split(",")} <= set(KEPT_NAMES):
+        known = f"{', '.join(REMAT)}, or names of {', '.join(KEPT_NAMES)} joined by commas"
+        yield ("gradient_checkpointing",), f"gradient_checkpointing must be one of {known}; is {wanted!r}"

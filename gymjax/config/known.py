@@ -66,7 +66,7 @@ ACCEPTED_PREFIXES: dict[str, str] = {"liger_": _FUSED, "cut_cross_entropy": _FUS
 _LATER_STAGE = "only stage: sft and pt run; remove it"
 _FSDP = "set fsdp_size (devices that share one copy of the weights) and dp_size"
 _LORA = "use finetuning_type: lora with use_dora, pissa_init, use_rslora or loraplus_lr_ratio"
-_OPTIM = "use optim: adamw, adafactor, lion, sgd or muon"
+_OPTIM = "use optim: adamw, adamw_8bit, adafactor, lion, sgd or muon"
 _NO_HUB = "upload output_dir with `hf upload`"
 _REPORT = "use report_to: tensorboard"
 _TEXT_ONLY = "models and data are text only"
@@ -253,8 +253,6 @@ UNSUPPORTED_VALUES: dict[str, dict[str, str]] = {
     ),
     "optim": dict.fromkeys(
         (
-            "adamw_8bit",
-            "adamw_bnb_8bit",
             "adamw_torch_8bit",
             "adamw_torch_4bit",
             "adamw_anyprecision",
@@ -278,6 +276,6 @@ UNSUPPORTED_VALUES: dict[str, dict[str, str]] = {
             "ao_adamw_8bit",
             "came_pytorch",
         ),
-        "use optim: adamw (with adapters its state is small), adafactor, lion, sgd or muon",
+        "use optim: adamw (with adapters its state is small), adamw_8bit, adafactor, lion, sgd or muon",
     ),
 }

@@ -10,6 +10,17 @@ from typing import Any, Literal
 
 Schedule = Literal["linear", "cosine", "constant", "constant_with_warmup", "cosine_with_min_lr"]
 When = Literal["no", "steps", "epoch"]
+REMAT = ("full", "none", "selective", "offload", "auto")
+KEPT_NAMES = (
+    "q",
+    "k",
+    "v",
+    "attention",
+    "attention_lse",
+    "middle",
+    "gate",
+    "up",
+)  # what of a layer can be kept by name
 
 
 @dataclass(frozen=True)
@@ -78,7 +89,7 @@ class OptimConfig:
     """The optimizer and its schedule."""
 
     learning_rate: float = 5e-5
-    optim: Literal["adamw", "adafactor", "lion", "sgd", "muon"] = "adamw"
+    optim: Literal["adamw", "adamw_8bit", "adafactor", "lion", "sgd", "muon"] = "adamw"
     adam_beta1: float = 0.9
     adam_beta2: float = 0.999
     adam_epsilon: float = 1e-8
@@ -120,7 +131,7 @@ class TrainConfig:
     early_stopping_steps: int | None = None  # evaluations without a new best
     seed: int = 42
     data_seed: int | None = None  # load() fills it: seed
-    gradient_checkpointing: Literal["full", "none", "selective", "offload"] = "full"  # ours and LLaMA-Factory's: on
+    gradient_checkpointing: str = "full"  # on, as LLaMA-Factory's; or one of REMAT, or KEPT_NAMES joined by commas
     neftune_noise_alpha: float | None = None
     moe_aux_loss_coef: float | None = None  # of the routers' load-balancing loss, 1 when balanced; 0.01 is usual
     router_z_loss_coef: float | None = None  # of the square of the routers' logsumexp; 0.001 is usual
@@ -130,7 +141,9 @@ class TrainConfig:
     profile_steps: str | None = None  # "3-5" writes a JAX profile of these steps to output_dir/profile
     dp_size: int = -1  # data-parallel devices; -1 = all that fsdp_size leaves
     fsdp_size: int = 1  # devices that share one copy of the weights; -1 = all that dp_size leaves
-    compile_cache_dir: str | None = None
+    compile_cache_dir: str | None = (
+        None  # ours: compiled steps are kept; None = ~/.cache/gymjax/compiled on GPUs; or none
+    )
     disable_tqdm: bool = False
 
     @property

@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.linear_cross_entropy import linear_cross_entropy
 
 IGNORED = -100
+CHUNK_TOKENS = 2048  # about how many tokens' logits exist at a time
 
 
 def sft_loss(
@@ -37,6 +38,7 @@ def sft_loss(
         head_VD,
         labels_BT,
         frozen_head=frozen_head,
+        chunk_tokens=CHUNK_TOKENS,
         ignore_index=IGNORED,
         scale=logit_scale,
         softcap=logit_softcap,

@@ -25,6 +25,8 @@ from pallas_kernels import Implementation
 from pallas_kernels.lora_linear import LOW_NAME
 
 SMALL_NAMES = (LOW_NAME,)  # kept whatever is recomputed: a hundredth of a layer's input
+# Attention's output and log-sum-exp get their names inside the kernels whose backward starts from them: named outside
+# too, the output would be kept twice.
 SAVED_NAMES = (*SMALL_NAMES, "q", "k", "v", "attention", "attention_lse", "middle", "gate", "up")
 REMAT = ("none", "full", "selective", "offload")
 
@@ -121,8 +123,8 @@ class Decoder(nnx.Module):
             context_B: length that each row's rotary angles are made for, where RopeConfig.by_length; None: each
                 document's own length (transformers takes the longest row's for the whole batch).
             key: randomness of the adapters' dropout; None turns it off.
-            remat: "none" keeps activations, "full" recomputes whole layers, "selective" keeps SAVED_NAMES, "offload" is
-                "full" with the layers' inputs in the host's memory.
+            remat: "none" keeps activations, "full" recomputes whole layers, "selective" keeps SAVED_NAMES, names of
+                these joined by commas keep those, "offload" is "full" with the layers' inputs in the host's memory.
             attention: flash-attention implementation; None picks the fastest.
             counted_BT: tokens that count in the routers' statistics; None: none are made.
 
@@ -133,8 +135,9 @@ class Decoder(nnx.Module):
         Raises:
             ValueError: remat is no known name.
         """
-        if remat not in REMAT:
-            raise ValueError(f"remat must be one of {', '.join(REMAT)}, not {remat!r}")
+        if remat not in REMAT and not set(remat.split(",")) <= set(SAVED_NAMES):
+            names = f"{', '.join(REMAT)}, or names of {', '.join(SAVED_NAMES)} joined by commas"
+            raise ValueError(f"remat must be one of {names}, not {remat!r}")
         if positions_BT is None:
             positions_BT = jnp.arange(x_BTD.shape[1])[None]
         tables = self._tables(jnp.broadcast_to(positions_BT, x_BTD.shape[:2]), segment_ids_BT, context_B)
@@ -231,7 +234,10 @@ def _drop_cache(result):
 
 def _kept(remat: str) -> Callable[..., Any]:
     """What of a layer's forward pass the backward finds, beside the layer's input."""
-    names = SAVED_NAMES if remat == "selective" else SMALL_NAMES
+    if remat in ("full", "selective"):
+        names = SMALL_NAMES if remat == "full" else SAVED_NAMES
+    else:
+        names = (*SMALL_NAMES, *remat.split(","))
     return jax.checkpoint_policies.save_only_these_names(*names)
 
 

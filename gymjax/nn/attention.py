@@ -173,7 +173,7 @@ class Attention(nnx.Module):
             out_BTNH = decode_attention(q_BTNH, cache, **options)
         else:
             cache = None if cache is None else cache.prefill(k_BTKH, v_BTKH)
-            out_BTNH = flash.flash_attention(
+            out_BTNH: Any = flash.flash_attention(
                 q_BTNH,
                 k_BTKH,
                 v_BTKH,
@@ -182,7 +182,6 @@ class Attention(nnx.Module):
                 implementation=implementation,
                 **options,
             )
-        out_BTNH = checkpoint_name(out_BTNH, "attention")
         return self.o(out_BTNH.reshape(B, T, -1), keys[3]), cache
 
     def _project(self, x_BTD: Float[Array, "B T D"], keys) -> tuple[Array, Array, Array]:

@@ -11,6 +11,7 @@ from flax import nnx
 from optax.contrib import MuonDimensionNumbers, muon
 
 from gymjax.config import OptimConfig
+from gymjax.optim.adam8bit import scale_by_adam_8bit
 from gymjax.optim.labels import labels
 
 
@@ -70,6 +71,11 @@ def _adamw(optim: OptimConfig, rate, decay: float) -> optax.GradientTransformati
     return optax.adamw(rate, optim.adam_beta1, optim.adam_beta2, optim.adam_epsilon, weight_decay=decay)
 
 
+def _adamw_8bit(optim: OptimConfig, rate, decay: float) -> optax.GradientTransformation:
+    adam = scale_by_adam_8bit(optim.adam_beta1, optim.adam_beta2, optim.adam_epsilon)
+    return optax.chain(adam, optax.add_decayed_weights(decay), optax.scale_by_learning_rate(rate))
+
+
 def _adafactor(optim: OptimConfig, rate, decay: float) -> optax.GradientTransformation:
     return optax.adafactor(rate, multiply_by_parameter_scale=False, weight_decay_rate=decay or None)
 
@@ -98,4 +104,11 @@ def _muon(optim: OptimConfig, rate, decay: float) -> optax.GradientTransformatio
     )
 
 
-OPTIMIZERS = {"adamw": _adamw, "adafactor": _adafactor, "lion": _lion, "sgd": _sgd, "muon": _muon}
+OPTIMIZERS = {
+    "adamw": _adamw,
+    "adamw_8bit": _adamw_8bit,
+    "adafactor": _adafactor,
+    "lion": _lion,
+    "sgd": _sgd,
+    "muon": _muon,
+}

@@ -4,9 +4,11 @@ Dequantizing lives with the kernels: `pallas_kernels.dequantize`.
 """
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Shaped, UInt8
 
@@ -49,6 +51,26 @@ def quantize(w: Shaped[np.ndarray, "O I"], *, double_quant: bool = True, dtype: 
         offset = np.asarray(_torch_order_sum(absmax) / _F32(absmax.size), _F32)
         absmax, nested_absmax = _quantize_dynamic(absmax - offset)
     return _packed(codes, absmax, nested_absmax, offset, w.shape, dtype)
+
+
+def packed_zeros(
+    shape: tuple[int, int], leading: tuple[int, ...] = (), *, double_quant: bool = True, dtype: str = "bfloat16"
+) -> NF4Weight:
+    """A packed weight of JAX arrays of zeros, as wide as `quantize` makes them; for shapes under jax.eval_shape.
+
+    Args:
+        shape: (O, I).
+        leading: axes of stacked layers and experts.
+        double_quant: as in `quantize`; likewise dtype.
+    """
+    size = math.prod(shape)
+    blocks = -(-size // BLOCK)
+    codes = jnp.zeros((*leading, -(-size // 2)), jnp.uint8)
+    if not double_quant:
+        return _packed(codes, jnp.zeros((*leading, blocks), jnp.float32), None, None, shape, dtype)
+    nested = jnp.zeros((*leading, -(-blocks // NESTED_BLOCK)), jnp.float32)
+    absmax = jnp.zeros((*leading, blocks), jnp.uint8)
+    return _packed(codes, absmax, nested, jnp.zeros(leading, jnp.float32), shape, dtype)
 
 
 def _packed(codes: Any, absmax: Any, nested_absmax: Any, offset: Any, shape: Sequence[int], dtype: str) -> NF4Weight:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
 import jax
+import optax
+from flax import nnx
 
 from gymjax.training.metrics import GIB, device_memory_gib
+from gymjax.training.step import StepSettings, TrainState, make_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,19 +24,57 @@ class Program:
     Attributes:
         call: the program.
         seconds: of tracing and compiling.
+        cached: whether it came from the persistent cache; None where none is used.
         peak_gib: arguments, outputs and temporaries at once by the compiler's own analysis; None where it gives none.
     """
 
     call: Callable
     seconds: float
+    cached: bool | None
     peak_gib: float | None
+
+
+def jit_step(
+    graphdef: nnx.GraphDef, optimizer: optax.GradientTransformation, settings: StepSettings, state: TrainState
+) -> Any:
+    """The jitted step; its state is donated, and comes back where it was.
+
+    Args:
+        graphdef: model structure.
+        optimizer: of the trained weights.
+        settings: of the step.
+        state: arrays, or shapes with shardings.
+    """
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
+    return jax.jit(make_step(graphdef, optimizer, settings), donate_argnums=0, out_shardings=(shardings, None))
 
 
 def compile_program(jitted: Any, *arguments: Any) -> Program:
     """Lowers and compiles a jitted function for arguments of these shapes and shardings."""
     started = time.perf_counter()
-    compiled = jitted.lower(*arguments).compile()
-    return Program(compiled, time.perf_counter() - started, program_peak_gib(compiled))
+    with _cache_events() as events:
+        compiled = jitted.lower(*arguments).compile()
+    seconds = time.perf_counter() - started
+    return Program(compiled, seconds, _HIT in events if events else None, program_peak_gib(compiled))
+
+
+_HIT, _MISS = "/jax/compilation_cache/cache_hits", "/jax/compilation_cache/cache_misses"
+
+
+@contextlib.contextmanager
+def _cache_events() -> Generator[list[str]]:
+    """The names of hits and misses of JAX's persistent cache, as they come."""
+    events: list[str] = []
+
+    def listen(event: str, **_: Any) -> None:
+        if event in (_HIT, _MISS):
+            events.append(event)
+
+    jax.monitoring.register_event_listener(listen)
+    try:
+        yield events
+    finally:
+        jax.monitoring.unregister_event_listener(listen)
 
 
 def program_peak_gib(compiled: Any) -> float | None:
@@ -45,8 +87,10 @@ def program_peak_gib(compiled: Any) -> float | None:
 
 
 def describe_program(program: Program, shape: tuple[int, ...]) -> str:
-    """One line for the user: shape, compile time, memory needed against memory there is."""
+    """One line for the user: shape, compile time, whether it was cached, memory needed against memory there is."""
     text = f"compiled the step for {' x '.join(map(str, shape))} tokens in {program.seconds:.1f} s"
+    if program.cached is not None:
+        text += " (found in the cache)" if program.cached else " (not in the cache so far)"
     if program.peak_gib is None:
         return text
     there_is = device_memory_gib()
@@ -55,8 +99,13 @@ def describe_program(program: Program, shape: tuple[int, ...]) -> str:
 
 
 def use_compile_cache(folder: str | None) -> None:
-    """Keeps compiled programs on disk between runs: in `folder`, or on GPUs in ~/.cache/gymjax/compiled by default."""
+    """Keeps compiled programs on disk between runs.
+
+    Args:
+        folder: where; "none" for nowhere; None for JAX_COMPILATION_CACHE_DIR, or on GPUs, where compiling is slow, for
+            ~/.cache/gymjax/compiled.
+    """
     if folder is None and jax.default_backend() == "gpu":
-        folder = str(Path.home() / ".cache" / "gymjax" / "compiled")
+        folder = jax.config.jax_compilation_cache_dir or str(Path.home() / ".cache" / "gymjax" / "compiled")
     if folder is not None:
-        jax.config.update("jax_compilation_cache_dir", folder)
+        jax.config.update("jax_compilation_cache_dir", None if folder == "none" else folder)

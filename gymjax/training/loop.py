@@ -14,14 +14,14 @@ import numpy as np
 from gymjax.checkpoint.train_state import Checkpoints
 from gymjax.config import TrainConfig
 from gymjax.optim.build import schedule
-from gymjax.training.compile import Program, compile_program, describe_program
+from gymjax.training.compile import Program, compile_program, describe_program, jit_step
 from gymjax.training.evaluate import eval_step, run_evaluation
 from gymjax.training.logs import ROUTER_KEYS, RunLog, Throughput
 from gymjax.training.mesh import shard_batch
 from gymjax.training.metrics import peak_flops, peak_memory_gib, step_flops
 from gymjax.training.outputs import save_weights
 from gymjax.training.setup import Run
-from gymjax.training.step import TrainState, make_step
+from gymjax.training.step import TrainState
 
 AHEAD = 2  # steps that may be in flight before the host waits
 
@@ -88,11 +88,7 @@ def run_steps(
         FloatingPointError: a loss or gradient was not finite; nothing after the step before it was applied or saved.
     """
     train, total = run.config.train, run.total_steps
-    step = jax.jit(
-        make_step(run.graphdef, run.optimizer, run.settings),
-        donate_argnums=0,
-        out_shardings=(jax.tree.map(lambda leaf: leaf.sharding, state), None),
-    )
+    step = jit_step(run.graphdef, run.optimizer, run.settings, state)
     evaluate = _evaluator(run)
     programs: dict[tuple[int, ...], Program] = {}
     done = saved = int(state.step)

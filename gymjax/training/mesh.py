@@ -75,11 +75,20 @@ def shard_state(mesh: Mesh, state):
     A path that goes through "stacks" marks stacked layers.
     """
 
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: jax.device_put(leaf, _sharding(mesh, path, leaf)), state)
+
+
+def sharded_shapes(mesh: Mesh, state):
+    """The shapes of what `shard_state` places, with where it would place them."""
+
     def place(path, leaf):
-        stacked = "stacks" in jax.tree_util.keystr(path)
-        return jax.device_put(leaf, weight_sharding(mesh, np.shape(leaf), stacked=stacked))
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=_sharding(mesh, path, leaf))
 
     return jax.tree_util.tree_map_with_path(place, state)
+
+
+def _sharding(mesh: Mesh, path: tuple, leaf) -> NamedSharding:
+    return weight_sharding(mesh, np.shape(leaf), stacked="stacks" in jax.tree_util.keystr(path))
 
 
 def batch_shards(mesh: Mesh) -> int:
@@ -87,11 +96,16 @@ def batch_shards(mesh: Mesh) -> int:
     return mesh.shape["data"] * mesh.shape["fsdp"]
 
 
+def batch_sharding(mesh: Mesh, rows_axis: int) -> NamedSharding:
+    """Where a batch's rows lie, which are the axis `rows_axis` of its arrays."""
+    return NamedSharding(mesh, P(*[None] * rows_axis, AXES))
+
+
 def shard_batch(mesh: Mesh, batch: Mapping[str, Any], *, rows_axis: int) -> dict[str, jax.Array]:
     """Spreads a batch's rows over all devices; every process passes the same whole batch and keeps its part."""
-    spec = P(*[None] * rows_axis, AXES)
+    sharding = batch_sharding(mesh, rows_axis)
 
     def place(array: np.ndarray) -> jax.Array:
-        return jax.make_array_from_callback(array.shape, NamedSharding(mesh, spec), lambda index: array[index])
+        return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
     return {name: place(array) for name, array in batch.items()}

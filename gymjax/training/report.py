@@ -13,9 +13,9 @@ from gymjax.dtypes import policy
 from gymjax.models.decoder_config import DecoderConfig
 from gymjax.models.names import hf_weights, linears
 from gymjax.optim.labels import Trained
-from gymjax.quant import weight_bytes
-from gymjax.training.metrics import GIB, device_memory_gib, linear_weights
+from gymjax.training.metrics import linear_weights
 from gymjax.training.outputs import model_with
+from gymjax.training.plan import describe
 from gymjax.training.setup import Run
 from gymjax.training.step import TrainState
 
@@ -66,9 +66,6 @@ def before_training(run: Run, state: TrainState) -> list[str]:
     train = run.config.train
     every, trained = parameter_counts(run, state)
     rows = run.loader.rows * run.loader.accumulation
-    base, kept = weight_bytes(run.frozen), weight_bytes(state.params)
-    moments = weight_bytes(state.opt_state)
-    there_is = device_memory_gib()
     return [
         *run.prepared.report.lines(),
         f"model: {run.source}, {run.cfg.layers} layers, {every:,} parameters, {trained:,} trained"
@@ -76,8 +73,7 @@ def before_training(run: Run, state: TrainState) -> list[str]:
         *_experts(run.cfg),
         f"precision: {run.precision}, trained weights and optimizer state f32",
         f"kernels: {explain_attention(run, run.loader.buckets[-1])}{explain_experts(run, run.loader.buckets[-1])}",
-        f"memory: frozen weights {base / GIB:.2f} GiB, trained {kept / GIB:.2f}, optimizer {moments / GIB:.2f}"
-        + (f"; a device has {there_is:.1f} GiB" if there_is else ""),
+        *describe(run.plan),
         f"steps: {run.total_steps} of {rows} rows ({train.per_device_train_batch_size} a device x"
         f" {run.loader.rows // train.per_device_train_batch_size} devices x {run.loader.accumulation} accumulated),"
         f" {run.loader.steps_per_epoch} an epoch",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,18 +19,20 @@ from gymjax.adapters.lora import LoraSpec, attach
 from gymjax.adapters.select import train_all, train_layers, train_modules
 from gymjax.adapters.svd_start import SvdStart, split_weight
 from gymjax.checkpoint.adapter_base import RESIDUAL, own_base
-from gymjax.checkpoint.load import LoadedModel, load_base, with_own_base
+from gymjax.checkpoint.load import LoadedModel, OpenedBase, load_base, with_own_base
 from gymjax.checkpoint.peft import load_adapter
 from gymjax.checkpoint.weights import Split
 from gymjax.config import AdapterConfig, Config
 from gymjax.data.loader import Loader
-from gymjax.data.prepare import Prepared, prepare
-from gymjax.dtypes import Precision, policy, resolve_precision
+from gymjax.data.prepare import Prepared
+from gymjax.dtypes import Precision, policy
 from gymjax.models.decoder import Decoder
 from gymjax.models.decoder_config import DecoderConfig
 from gymjax.optim.build import build
 from gymjax.training.evaluate import eval_loader
-from gymjax.training.mesh import batch_shards, make_mesh, place_weight, shard_state
+from gymjax.training.inputs import Inputs, planned_steps, precision_of
+from gymjax.training.mesh import batch_shards, place_weight, shard_state
+from gymjax.training.plan import Plan
 from gymjax.training.step import StepSettings, TrainState, init_state, split_model
 
 ATTENTION = {"auto": None, "fa": "mosaic_gpu", "cudnn": "cudnn", "disabled": "xla"}
@@ -62,6 +63,7 @@ class Run:
         frozen: frozen weights on the mesh.
         optimizer: of the trained weights.
         settings: of the step.
+        plan: how its memory was planned.
         total_steps: updates of the whole run.
     """
 
@@ -85,18 +87,17 @@ class Run:
     frozen: nnx.State
     optimizer: optax.GradientTransformation
     settings: StepSettings
+    plan: Plan
     total_steps: int
 
 
-def precision_of(config: Config) -> Precision:
-    """Precision of a run on this machine's devices."""
-    return resolve_precision(config.train.bf16, config.train.fp16, jax.default_backend() == "gpu")
-
-
-def load_model(config: Config, mesh: Mesh | None = None, split: Split | None = None) -> LoadedModel:
+def load_model(
+    config: Config, mesh: Mesh | None = None, split: Split | None = None, opened: OpenedBase | None = None
+) -> LoadedModel:
     """The base a config names, in the run's precision, packed when quantization_bit says so, spread over a mesh.
 
-    An adapter that brought its base along (see checkpoint/adapter_base.py) gets it; `split` as in `load_decoder`.
+    An adapter that brought its base along (see checkpoint/adapter_base.py) gets it; `split` as in `load_decoder`,
+    `opened` as in `load_base`.
     """
     return load_base(
         with_own_base(config.model, config.model.adapter_name_or_path),
@@ -104,13 +105,8 @@ def load_model(config: Config, mesh: Mesh | None = None, split: Split | None = N
         cutoff_len=config.data.cutoff_len,
         place=None if mesh is None else functools.partial(place_weight, mesh),
         split=split,
+        opened=opened,
     )
-
-
-def prepare_data(config: Config, tokenizer) -> Prepared:
-    """Tokenized data of a config; kept in tokenized_path, by default in ~/.cache/gymjax/tokenized."""
-    cache = config.data.tokenized_path or Path.home() / ".cache" / "gymjax" / "tokenized"
-    return prepare(config.data, tokenizer, stage=config.train.stage, seed=config.train.seed, cache_dir=cache)
 
 
 def lora_spec(adapter: AdapterConfig) -> LoraSpec:
@@ -181,47 +177,34 @@ def choose_trained(
     return model, spec
 
 
-def set_up(config: Config) -> tuple[Run, TrainState]:
-    """Loads and builds everything, in the order in which mistakes are cheapest to find.
+def set_up(config: Config, inputs: Inputs, plan: Plan) -> tuple[Run, TrainState]:
+    """Loads and builds everything.
+
+    Args:
+        config: of the run.
+        inputs: what it starts from.
+        plan: what its step keeps.
 
     Raises:
         ValueError: data, model and config do not fit together; the message names the key or the row.
     """
-    train = config.train
-    mesh = make_mesh(train.dp_size, train.fsdp_size)
-    precision = precision_of(config)
+    train, mesh, prepared, loader = config.train, inputs.mesh, inputs.prepared, inputs.loader
     svd, start = svd_start(config), {}
     split = None if svd is None else functools.partial(split_weight, svd, lora_spec(config.adapter), start)
-    loaded = load_model(config, mesh, split)
-    check_experts(config, loaded.model.cfg)
-    prepared = prepare_data(config, loaded.tokenizer)
-    if prepared.train is None:
-        raise ValueError("dataset must be given: a name in dataset_info.json, a file or a folder")
-    rows = train.per_device_train_batch_size * batch_shards(mesh)
-    loader = Loader(
-        prepared.train,
-        rows,
-        accumulation=train.gradient_accumulation_steps,
-        cutoff_len=config.data.cutoff_len,
-        packing=prepared.packing,
-        seed=train.seed if train.data_seed is None else train.data_seed,
-        shuffle=not config.data.disable_shuffling,
-    )
+    loaded = load_model(config, mesh, split, inputs.base)
     if prepared.chat_template is not None:
         loaded.tokenizer.chat_template = prepared.chat_template
     model, lora = choose_trained(loaded.model, config, start)
-    total_steps = train.max_steps
-    if total_steps <= 0:
-        total_steps = math.ceil(train.num_train_epochs * loader.steps_per_epoch)
+    total_steps = planned_steps(config, loader)
     graphdef, params, frozen = split_model(model)
     params, frozen = shard_state(mesh, params), shard_state(mesh, frozen)
     optimizer = build(config.optim, total_steps, params, lora_plus_ratio=config.adapter.loraplus_lr_ratio)
-    state = init_state(params, optimizer, train.loss_scale if precision == "fp16" else None)
+    state = init_state(params, optimizer, train.loss_scale if inputs.precision == "fp16" else None)
     eval_rows = train.per_device_eval_batch_size * batch_shards(mesh)
     evaluation = None if prepared.eval is None else eval_loader(prepared.eval, eval_rows, config.data.cutoff_len)
     run = Run(
         config=config,
-        precision=precision,
+        precision=inputs.precision,
         cfg=model.cfg,
         source=loaded.source,
         hf_config=loaded.hf_config,
@@ -232,36 +215,25 @@ def set_up(config: Config) -> tuple[Run, TrainState]:
         given_up=start if config.adapter.pissa_convert else {},
         adapter_base=adapter_base(config),
         prepared=prepared,
-        fingerprint=prepared.train.fingerprint(),
+        fingerprint=loader.dataset.fingerprint(),
         loader=loader,
         eval_loader=evaluation,
         mesh=mesh,
         graphdef=graphdef,
         frozen=frozen,
         optimizer=optimizer,
-        settings=step_settings(config, dropout=lora is not None and lora.dropout > 0, packed=prepared.packing),
+        settings=plan.settings,
+        plan=plan,
         total_steps=total_steps,
     )
     return run, shard_state(mesh, state)
 
 
-def check_experts(config: Config, cfg: DecoderConfig) -> None:
-    """Refuses losses of routers for a model that has none.
-
-    Raises:
-        ValueError: naming the key.
-    """
-    for key in ("moe_aux_loss_coef", "router_z_loss_coef"):
-        if getattr(config.train, key) and not cfg.sparse_layers:
-            raise ValueError(f"{key} would do nothing: this model has no mixture of experts; remove it")
-
-
 def step_settings(config: Config, *, dropout: bool, packed: bool) -> StepSettings:
-    """What of the config the step depends on."""
+    """What of the config the step depends on; what it keeps is planned."""
     return StepSettings(
         seed=config.train.seed,
         max_grad_norm=config.optim.max_grad_norm,
-        remat=config.train.gradient_checkpointing,
         attention=ATTENTION[config.model.flash_attn],
         neftune_alpha=config.train.neftune_noise_alpha or 0.0,
         moe_aux_loss_coef=config.train.moe_aux_loss_coef or 0.0,

@@ -14,6 +14,7 @@ from gymjax.checkpoint.train_state import Checkpoints
 from gymjax.config import Config, check_output_dir, check_trainable, describe
 from gymjax.models.decoder import Decoder
 from gymjax.training.compile import use_compile_cache
+from gymjax.training.inputs import open_inputs
 from gymjax.training.interrupt import stop_requests
 from gymjax.training.logs import RunLog
 from gymjax.training.loop import Progress, run_steps
@@ -26,6 +27,8 @@ from gymjax.training.outputs import (
     write_config,
     write_results,
 )
+from gymjax.training.plan import refuse_if_too_large
+from gymjax.training.planning import plan_run
 from gymjax.training.plotting import plot_losses
 from gymjax.training.report import before_training
 from gymjax.training.setup import Run, set_up
@@ -57,7 +60,8 @@ def train(config: Config) -> TrainResult:
     """Runs a whole training: everything that `python -m gymjax.train` does.
 
     Raises:
-        ValueError: config, data, model or checkpoint do not fit; the message names what and the remedy.
+        ValueError: config, data, model, checkpoint or the step's memory do not fit; the message names what and the
+            remedy.
         FloatingPointError: the loss or a gradient was not finite.
         OSError: the disk is full; the last checkpoint is intact.
     """
@@ -67,7 +71,10 @@ def train(config: Config) -> TrainResult:
     alone = jax.process_index() == 0  # of several processes, one writes files and prints
     for line in [describe(config), *config.notes] if alone else []:
         print(line)
-    run, state = set_up(config)
+    inputs = open_inputs(config)
+    plan = plan_run(config, inputs)
+    refuse_if_too_large(plan)
+    run, state = set_up(config, inputs, plan)
     folder = Path(config.train.output_dir)
     checkpoints = Checkpoints(folder, config.train.save_total_limit)
     state, progress, history, resumed = resume(run, state, checkpoints)

@@ -79,7 +79,7 @@ def test_decay_spares_norms_and_biases(make_model):
         np.testing.assert_allclose(update.get_value(), expected, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["adamw", "adafactor", "lion", "sgd", "muon"])
+@pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "adafactor", "lion", "sgd", "muon"])
 def test_every_optimizer_descends(make_model, name):
     params = adapted(make_model)
     updates = first_update(params, learning_rate=1e-3, optim=name)

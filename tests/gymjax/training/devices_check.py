@@ -1,5 +1,6 @@
 """Run by test_devices.py with four simulated devices: losses and gradients of meshes against one device."""
 
+import functools
 import json
 import sys
 
@@ -11,8 +12,10 @@ from flax import nnx
 
 from gymjax.adapters.lora import LoraSpec, adapters, attach
 from gymjax.adapters.select import train_all
+from gymjax.config import OptimConfig
 from gymjax.models import decoder_config
 from gymjax.models.decoder import Decoder
+from gymjax.optim.build import build
 from gymjax.quant import nf4
 from gymjax.training import mesh as meshes
 from gymjax.training.step import StepSettings, init_state, make_step, split_model
@@ -63,7 +66,7 @@ def batch_of():
     }
 
 
-def run(kind, mesh):
+def run_step(kind, mesh):
     graphdef, params, frozen = split_model(model_of(kind))
     optimizer = optax.sgd(1.0)
     state = init_state(params, optimizer, None)
@@ -83,13 +86,34 @@ def run(kind, mesh):
     return float(metrics["loss"]), grads, shards
 
 
+def run_optimizer(mesh):
+    """Weights after three updates by adamw_8bit with given gradients, and into how many parts its codes are spread."""
+    params = split_model(model_of("full"))[1]
+    optimizer = build(OptimConfig(optim="adamw_8bit", learning_rate=1e-2, weight_decay=0.1), 10, params)
+    state, grads = optimizer.init(params), jax.tree.map(lambda p: jnp.cos(jnp.arange(p.size).reshape(p.shape)), params)
+    if mesh is not None:
+        params, state, grads = (meshes.shard_state(mesh, tree) for tree in (params, state, grads))
+
+    @jax.jit
+    def step(params, state):
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    for _ in range(3):
+        params, state = step(params, state)
+    codes = [leaf for leaf in jax.tree.leaves(state) if leaf.dtype == jnp.uint8]
+    shards = max(leaf.nbytes // leaf.addressable_shards[0].data.nbytes for leaf in codes)
+    return 0.0, [np.asarray(leaf) for leaf in jax.tree.leaves(params)], shards
+
+
 def main():
     meshes.SMALLEST_SHARDED = 1024
     found = {}
     for kind in sys.argv[1:]:
-        loss, grads, _ = run(kind, None)
+        run = run_optimizer if kind == "adamw_8bit" else functools.partial(run_step, kind)
+        loss, grads, _ = run(None)
         for dp, fsdp in ((4, 1), (1, 4), (2, 2)):
-            other, other_grads, shards = run(kind, meshes.make_mesh(dp, fsdp))
+            other, other_grads, shards = run(meshes.make_mesh(dp, fsdp))
             worst = max(float(np.abs(a - b).max()) for a, b in zip(grads, other_grads, strict=True))
             found[f"{kind}-{dp}x{fsdp}"] = {"loss": abs(loss - other), "grads": worst, "shards": shards}
     print(json.dumps(found))

@@ -17,6 +17,7 @@ import pytest
 from gymjax.checkpoint.hf import read_config, save_folder
 from gymjax.checkpoint.train_state import Checkpoints
 from gymjax.config import to_yaml
+from gymjax.optim import adam8bit
 from gymjax.training import loop
 from gymjax.training.train import train
 
@@ -68,8 +69,10 @@ def test_base_weights_can_be_trained(configure, kind):
     assert {"model.safetensors", "config.json", "tokenizer.json"} <= {path.name for path in folder.iterdir()}
 
 
-def test_resuming_gives_the_same_bits(configure, tmp_path, leaves_equal):
-    changes = {"lora_dropout": 0.1, "lr_scheduler_type": "cosine", "warmup_steps": 2, "optim": "adamw", "max_steps": 10}
+@pytest.mark.parametrize("optim", ["adamw", "adamw_8bit"])
+def test_resuming_gives_the_same_bits(optim, configure, tmp_path, leaves_equal, monkeypatch):
+    monkeypatch.setattr(adam8bit, "SMALLEST", 64)  # else none of the tiny model's tensors is kept in 8 bits
+    changes = {"lora_dropout": 0.1, "lr_scheduler_type": "cosine", "warmup_steps": 2, "optim": optim, "max_steps": 10}
     whole = train(configure(**changes, output_dir=str(tmp_path / "whole")))
     halves = configure(**changes, output_dir=str(tmp_path / "halves"), save_strategy="steps", save_steps=5)
     original, loop.save_checkpoint = loop.save_checkpoint, _save_then_stop(loop.save_checkpoint)
@@ -81,6 +84,8 @@ def test_resuming_gives_the_same_bits(configure, tmp_path, leaves_equal):
     assert int(first.state.step) == 5
     second = train(halves)
     assert leaves_equal(whole.state, second.state)
+    kept_in_8_bits = [leaf for leaf in jax.tree.leaves(second.state) if leaf.dtype == jnp.uint8]
+    assert bool(kept_in_8_bits) == (optim == "adamw_8bit")
     losses = [[entry["loss"] for entry in result.history] for result in (whole, second)]
     assert losses[0] == losses[1]
     lines = (Path(halves.train.output_dir) / "trainer_log.jsonl").read_text().splitlines()

@@ -14,11 +14,16 @@ sys.stdout = sys.stderr  # what libraries print must not mix with the answers
 
 import adapters  # noqa: E402
 import models  # noqa: E402
+import optimizers  # noqa: E402
 import quantized  # noqa: E402
 import rope  # noqa: E402
 import torch  # noqa: E402
 
-CALLS = {function.__name__: function for module in (models, quantized, adapters, rope) for function in module.CALLS}
+CALLS = {
+    function.__name__: function
+    for module in (models, quantized, adapters, rope, optimizers)
+    for function in module.CALLS
+}
 
 
 def answer(line):
