@@ -20,7 +20,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from pallas_kernels import _platform, nf4_linear
-from pallas_kernels.flash_attention.mosaic_gpu_tiles import WARPGROUPS, drain, filled, launch, swizzled
+from pallas_kernels._hopper import WARPGROUPS, drain, filled, launch, swizzled
 from pallas_kernels.lora_linear import reference
 from pallas_kernels.nf4_linear import NF4Weight
 
@@ -61,14 +61,7 @@ def _refuses_narrow(x: Array | jax.ShapeDtypeStruct) -> str | None:
         return f"it needs bfloat16 or float16, and x is {x.dtype}"
     if rows < FEWEST_ROWS:
         return f"it is for at least {FEWEST_ROWS} rows, and x has {rows}"
-    capability = _platform.compute_capability()
-    if capability is None:
-        return _platform.why_not_gpu()
-    if capability[0] != 9:
-        return f"it needs Hopper (compute capability 9.0); this GPU has {capability}"
-    if jax.device_count() > 1:
-        return "work on several devices is not split for it yet"
-    return _platform.miscompiles()
+    return _platform.why_not_hopper(one_device=True)
 
 
 def narrow_products(
