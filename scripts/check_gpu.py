@@ -1,6 +1,7 @@
 """Checks on a GPU what the CPU tests cannot: every operation's implementations against f32 on the same inputs.
 
-Usage: python scripts/check_gpu.py        (exit status 1 where an error is above its bar)
+Usage: python scripts/check_gpu.py [NAME ...]        (of CHECKS, default all; exit status 1 where an error is above its
+bar, or a case fails otherwise, after which the next ones run all the same)
 
 The bar is DESIGN's: 1.5 times the error that dense XLA makes in the same 16-bit dtype; bit equality for NF4.
 """
@@ -26,6 +27,8 @@ from pallas_kernels.flash_attention import flash_attention
 from pallas_kernels.linear_cross_entropy import linear_cross_entropy
 from pallas_kernels.lora_linear import Projection, lora_linears
 from pallas_kernels.nf4_linear import dequantize, nf4_linear
+from pallas_kernels.rms_norm import explain as explain_norm
+from pallas_kernels.rms_norm import rms_norm, rms_norm_residual
 from pallas_kernels.swiglu import swiglu
 
 FLOOR = 1e-7  # errors below this are rounding of the comparison itself
@@ -46,7 +49,11 @@ def compare(name: str, function, dense, args, cotangent, names) -> bool:
     with jax.default_matmul_precision("highest"):
         wide = [arg.astype(jnp.float32) if jnp.issubdtype(arg.dtype, jnp.floating) else arg for arg in args]
         reference = out_and_grads(dense, wide, cotangent.astype(jnp.float32))
-    got = out_and_grads(function, args, cotangent)
+    try:
+        got = out_and_grads(function, args, cotangent)
+    except Exception as failure:  # the other cases are to be seen too
+        print(f"FAIL {name}: {type(failure).__name__}: {str(failure)[:1000]}", flush=True)
+        return False
     plain = out_and_grads(dense, args, cotangent)
     good = True
     for label, value, other, truth in zip(names, got, plain, reference, strict=True):
@@ -158,13 +165,62 @@ def check_swiglu() -> bool:
     return compare("swiglu", swiglu, dense, (gate, up), dy, ("out", "dg", "du"))
 
 
-def main() -> int:
-    """Runs every check."""
+def check_norm() -> bool:
+    """Output and gradients, alone and beside a residual stream, of one and of several rows a block."""
+    good = True
+    print(explain_norm(4096))
+    for rows, width, dtype in (
+        (1000, 4096, jnp.bfloat16),
+        (1001, 1024, jnp.bfloat16),
+        (512, 2048, jnp.float16),
+        (77, 5120, jnp.bfloat16),
+        (130, 8192, jnp.bfloat16),
+        (100, 896, jnp.bfloat16),  # XLA's
+    ):
+        x, other, dy = (jax.random.normal(jax.random.key(i), (rows, width), dtype) for i in range(3))
+        scale = 1 + jax.random.normal(jax.random.key(3), (width,), jnp.float32) / 4
+
+        def dense(x, scale):
+            wide = x.astype(jnp.float32)
+            normed = wide * jax.lax.rsqrt((wide * wide).mean(-1, keepdims=True) + 1e-6)
+            return normed.astype(x.dtype) * scale.astype(x.dtype)
+
+        def residual(x, scale, other=other, norm=rms_norm_residual):
+            x, y = norm(x, scale)
+            return x * other.astype(x.dtype) + y
+
+        def dense_residual(x, scale, other=other):
+            return x * other.astype(x.dtype) + dense(x, scale)
+
+        def with_room(x, scale, width=width):
+            return rms_norm(x, scale, room=64)[:, :width]
+
+        names, name = ("out", "dx", "ds"), f"rms_norm {rows}x{width} {jnp.dtype(dtype).name}"
+        good &= compare(name, rms_norm, dense, (x, scale), dy, names)
+        good &= compare(f"{name} room", with_room, dense, (x, scale), dy, names)
+        good &= compare(f"{name} residual", residual, dense_residual, (x, scale), dy, names)
+    return good
+
+
+CHECKS = {
+    "lora": check_lora,
+    "swiglu": check_swiglu,
+    "norm": check_norm,
+    "attention": check_attention,
+    "loss": check_loss,
+    "nf4": check_nf4,
+}
+
+
+def main(wanted: list[str]) -> int:
+    """Runs the named checks, or every one."""
+    if unknown := set(wanted) - set(CHECKS):
+        raise SystemExit(f"unknown checks {sorted(unknown)}; known: {', '.join(CHECKS)}")
     print(jax.devices()[0].device_kind, "jax", jax.__version__)
-    results = [check_lora(), check_swiglu(), check_attention(), check_loss(), check_nf4()]
+    results = [CHECKS[name]() for name in wanted or CHECKS]
     print("all good" if all(results) else "some checks FAILED")
     return int(not all(results))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))
