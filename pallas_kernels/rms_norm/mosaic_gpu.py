@@ -67,7 +67,7 @@ def forward(
 
 
 def backward(x: Array, scale: Array, rrms: Array, dy: Array, dresidual: Array | None = None) -> tuple[Array, Array]:
-    """As reference.backward."""
+    """As reference.backward, but that dresidual is added before dx is rounded."""
     width, rows = x.shape[-1], math.prod(x.shape[:-1])
     taken = _rows_of_block(rows, width)
 

@@ -19,14 +19,12 @@ def backward(x: Array, scale: Array, rrms: Array, dy: Array, dresidual: Array | 
     """Return the gradients of x and of scale, each in its own dtype, from the gradient of the output.
 
     With n = x * rrms and g = dy * scale: dx = rrms * (g - n * mean(g * n)), dscale = sum over rows of dy * n. What else
-    x's gradient consists of, `dresidual`, is added before dx is rounded.
+    x's gradient consists of, `dresidual`, is added to the rounded dx, as differentiation of a sum does.
     """
     normed = x.astype(jnp.float32) * rrms
     dnormed = dy.astype(jnp.float32) * scale.astype(jnp.float32)
-    dx = rrms * (dnormed - normed * jnp.mean(dnormed * normed, axis=-1, keepdims=True))
-    if dresidual is not None:
-        dx += dresidual.astype(jnp.float32)
-    return dx.astype(x.dtype), backward_scale(x, scale, rrms, dy)
+    dx = (rrms * (dnormed - normed * jnp.mean(dnormed * normed, axis=-1, keepdims=True))).astype(x.dtype)
+    return dx if dresidual is None else dx + dresidual, backward_scale(x, scale, rrms, dy)
 
 
 def backward_scale(x: Array, scale: Array, rrms: Array, dy: Array) -> Array:
