@@ -63,9 +63,9 @@ def rms_norm_residual(
     return _rms_norm_residual(_plan(x, scale, eps, room, implementation), x, scale)
 
 
-def explain(width: int = mosaic_gpu.MULTIPLE) -> str:
-    """Say which implementation runs for bf16 rows of this width, and why."""
-    return _dispatch.explain("rms_norm", _refusals(jax.ShapeDtypeStruct((1, width), jnp.bfloat16), 0))
+def explain(width: int = mosaic_gpu.MULTIPLE, rows: int = 8192) -> str:
+    """Say which implementation runs for so many bf16 rows of this width, and why."""
+    return _dispatch.explain("rms_norm", _refusals(jax.ShapeDtypeStruct((rows, width), jnp.bfloat16), 0))
 
 
 class _Plan(NamedTuple):

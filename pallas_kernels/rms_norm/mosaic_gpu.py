@@ -19,6 +19,7 @@ from pallas_kernels.rms_norm import reference
 
 MULTIPLE = 1024  # of widths: 16 bytes for each of 128 threads
 WIDEST = 8192  # beyond, a thread's share of the operands leaves no registers
+FEWEST_ROWS = 1024  # below, a launch costs more than a second reading, and XLA's part joins its neighbours'
 _VECTOR = 8
 _SHARE = 4096  # elements that a block takes at least, of as many rows as have them
 
@@ -32,8 +33,10 @@ def refuses(x: Array | jax.ShapeDtypeStruct, room: int = 0) -> str | None:
         return f"the width must be a multiple of {MULTIPLE} of at most {WIDEST}, and is {width}"
     if room % _VECTOR:
         return f"room must be a multiple of {_VECTOR}, and is {room}"
-    if not 0 < rows * (width + room) < 2**31:
-        return f"input and output must have elements, fewer than 2**31, and have {rows * (width + room)}"
+    if rows < FEWEST_ROWS:
+        return f"it is for at least {FEWEST_ROWS} rows, and x has {rows}"
+    if rows * (width + room) >= 2**31:
+        return f"the result must have fewer than 2**31 elements, and has {rows * (width + room)}"
     capability = _platform.compute_capability()
     if capability is None:
         return _platform.why_not_gpu()
