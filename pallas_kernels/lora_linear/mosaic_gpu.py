@@ -23,6 +23,7 @@ from pallas_kernels import _platform, nf4_linear
 from pallas_kernels._hopper import WARPGROUPS, drain, filled, launch, swizzled
 from pallas_kernels.lora_linear import reference
 from pallas_kernels.nf4_linear import NF4Weight
+from pallas_kernels.nf4_linear.mosaic_gpu_join import write_edge
 
 MAX_RANK = 64  # beyond, accumulators leave no registers, and x is no longer what is mostly read
 _MULTIPLE = 8  # of ranks, as the tensor cores' products want them
@@ -89,7 +90,20 @@ def narrow_products(
     return product, gradient[:, :rank].T if rank_first else gradient[:, :rank]
 
 
-KERNELS = reference.Kernels(narrow_products, None)
+def puts_last(x: Array | jax.ShapeDtypeStruct) -> bool:
+    """Whether `put_last` is a kernel's for an x of whole columns, so that x may be what a kernel has just made."""
+    return x.shape[-1] % _MULTIPLE == 0 and _refuses_narrow(x) is None
+
+
+def put_last(whole: Float[Array, "*B I+C"], more: Float[Array, "*B C"]) -> Float[Array, "*B I+C"]:
+    """As reference.put_last, by the copy engine where it can."""
+    if not puts_last(whole) or more.shape[-1] % _MULTIPLE:
+        return reference.put_last(whole, more)
+    flat = (array.reshape(-1, array.shape[-1]) for array in (whole, more))
+    return write_edge(*flat, axis=1).reshape(whole.shape)
+
+
+KERNELS = reference.Kernels(narrow_products, put_last, None)
 
 
 def one_pass(
