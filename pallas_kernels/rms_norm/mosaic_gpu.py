@@ -37,14 +37,7 @@ def refuses(x: Array | jax.ShapeDtypeStruct, room: int = 0) -> str | None:
         return f"it is for at least {FEWEST_ROWS} rows, and x has {rows}"
     if rows * (width + room) >= 2**31:
         return f"the result must have fewer than 2**31 elements, and has {rows * (width + room)}"
-    capability = _platform.compute_capability()
-    if capability is None:
-        return _platform.why_not_gpu()
-    if capability[0] != 9:
-        return f"it needs Hopper (compute capability 9.0); this GPU has {capability}"
-    if jax.device_count() > 1:
-        return "work on several devices is not split for it yet"
-    return _platform.miscompiles()
+    return _platform.why_not_hopper(one_device=True)
 
 
 def forward(
