@@ -28,6 +28,21 @@ def compute_capability() -> tuple[int, int] | None:
     return int(major), int(minor)
 
 
+def why_not_hopper(*, one_device: bool = False) -> str | None:
+    """Return None where Hopper kernels run by default, else the reason as a clause.
+
+    `one_device` is for kernels that XLA cannot split over several.
+    """
+    capability = compute_capability()
+    if capability is None:
+        return why_not_gpu()
+    if capability[0] != 9:
+        return f"it needs Hopper (compute capability 9.0); this GPU has {capability}"
+    if one_device and jax.device_count() > 1:
+        return f"it runs on one device, as XLA cannot split its work, and there are {jax.device_count()}"
+    return miscompiles()
+
+
 def multiprocessors() -> int:
     """Return how many multiprocessors the default GPU has; an H100's or H200's 132 without a GPU."""
     return 132 if why_not_gpu() is not None else int(_default_device().core_count)

@@ -1,6 +1,6 @@
 """Times one LoRA or QLoRA training step on random weights and random tokens, beside the peers people use today.
 
-Usage: python scripts/bench_train.py [--shape llama3.1-8b] [--base nf4] [--remat full] [--batch 4x2048]
+Usage: python scripts/bench_train.py [--shape llama3.1-8b] [--base nf4] [--remat full ...] [--batch 4x2048]
            [--peers hf-liger unsloth]
        python scripts/bench_train.py --only ...     (this process times gymjax alone and prints one line)
 
@@ -251,9 +251,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, default="llama3.1-8b")
     parser.add_argument("--base", choices=("nf4", "bf16"), default="nf4")
-    parser.add_argument(
-        "--remat", default="full", help="full, selective, offload, none, auto, or names joined by commas"
-    )
+    several = "full, selective, offload, none, auto, or names joined by commas; several are timed beside the same peers"
+    parser.add_argument("--remat", nargs="+", default=["full"], help=several)
     parser.add_argument("--batch", default="4x2048", help="rows x tokens")
     parser.add_argument("--attention", choices=("cudnn", "mosaic_gpu", "xla"), help="default: the fastest")
     parser.add_argument("--steps", type=int, default=8)
@@ -269,12 +268,13 @@ def main(arguments: list[str]) -> int:
     options = parse(arguments)
     rows, length = map(int, options.batch.split("x"))
     if options.only:
-        chosen = (options.shape, options.base, options.remat, rows, length, options.attention, options.steps)
+        chosen = (options.shape, options.base, options.remat[0], rows, length, options.attention, options.steps)
         print("RESULT " + json.dumps(time_step(*chosen)))
         return 0
-    ours = run_process([sys.executable, __file__, "--only", *[a for a in arguments if a != "--only"]])
-    if ours is None:
-        return 1
+    command = [sys.executable, __file__, "--only", "--shape", options.shape, "--base", options.base]
+    command += ["--batch", options.batch, "--steps", str(options.steps)]
+    command += ["--attention", options.attention] if options.attention else []
+    ours = {remat: run_process([*command, "--remat", remat]) for remat in options.remat}
     script = str(ROOT / "scripts" / "peer_step.py")
     if options.peers and not (Path(options.peer_model) / "config.json").exists():
         subprocess.run(
@@ -285,16 +285,18 @@ def main(arguments: list[str]) -> int:
         measured = run_process([sys.executable, script, peer, options.peer_model, options.base, str(rows), str(length)])
         if measured is not None:
             peers[peer] = measured
-    case = f"{options.shape}-{options.base}-{options.batch}-r{RANK}-{options.remat}-remat"
-    case += f"-{options.attention}" if options.attention else ""
-    found = lines(case, ours, peers)
+    found = []
+    for remat, measured in ours.items():
+        case = f"{options.shape}-{options.base}-{options.batch}-r{RANK}-{remat}-remat"
+        case += f"-{options.attention}" if options.attention else ""
+        found += [] if measured is None else lines(case, measured, peers)
     out = Path(options.out)
     out.parent.mkdir(parents=True, exist_ok=True)
     with out.open("a") as file:
         file.writelines(json.dumps(line) + "\n" for line in found)
     for line in found:
         print(json.dumps(line))
-    return int(len(peers) < len(options.peers))
+    return int(len(peers) < len(options.peers) or None in ours.values())
 
 
 if __name__ == "__main__":

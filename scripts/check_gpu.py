@@ -1,6 +1,7 @@
 """Checks on a GPU what the CPU tests cannot: every operation's implementations against f32 on the same inputs.
 
-Usage: python scripts/check_gpu.py        (exit status 1 where an error is above its bar)
+Usage: python scripts/check_gpu.py [NAME ...]        (of CHECKS, default all; exit status 1 where an error is above its
+bar, or a case fails otherwise, after which the next ones run all the same)
 
 The bar is DESIGN's: 1.5 times the error that dense XLA makes in the same 16-bit dtype; bit equality for NF4.
 """
@@ -24,8 +25,11 @@ from check_attention import error
 from gymjax.quant import nf4
 from pallas_kernels.flash_attention import flash_attention
 from pallas_kernels.linear_cross_entropy import linear_cross_entropy
-from pallas_kernels.lora_linear import Projection, lora_linears
+from pallas_kernels.lora_linear import Projection, lora_linears, room
 from pallas_kernels.nf4_linear import dequantize, nf4_linear
+from pallas_kernels.nf4_linear.cases import random_weight
+from pallas_kernels.rms_norm import explain as explain_norm
+from pallas_kernels.rms_norm import rms_norm, rms_norm_residual
 from pallas_kernels.swiglu import swiglu
 
 FLOOR = 1e-7  # errors below this are rounding of the comparison itself
@@ -46,7 +50,11 @@ def compare(name: str, function, dense, args, cotangent, names) -> bool:
     with jax.default_matmul_precision("highest"):
         wide = [arg.astype(jnp.float32) if jnp.issubdtype(arg.dtype, jnp.floating) else arg for arg in args]
         reference = out_and_grads(dense, wide, cotangent.astype(jnp.float32))
-    got = out_and_grads(function, args, cotangent)
+    try:
+        got = out_and_grads(function, args, cotangent)
+    except Exception as failure:  # the other cases are to be seen too
+        print(f"FAIL {name}: {type(failure).__name__}: {str(failure)[:1000]}", flush=True)
+        return False
     plain = out_and_grads(dense, args, cotangent)
     good = True
     for label, value, other, truth in zip(names, got, plain, reference, strict=True):
@@ -158,13 +166,100 @@ def check_swiglu() -> bool:
     return compare("swiglu", swiglu, dense, (gate, up), dy, ("out", "dg", "du"))
 
 
-def main() -> int:
-    """Runs every check."""
+def check_norm() -> bool:
+    """Output and gradients, alone and beside a residual stream, of one, two and four rows a block."""
+    good = True
+    print(explain_norm(4096))
+    for rows, width, dtype in (
+        (8192, 4096, jnp.bfloat16),
+        (1025, 1024, jnp.bfloat16),
+        (2050, 1024, jnp.bfloat16),
+        (1024, 2048, jnp.float16),
+        (1077, 5120, jnp.bfloat16),
+        (1030, 8192, jnp.bfloat16),
+        (1030, 896, jnp.bfloat16),  # XLA's
+    ):
+        x, other, dy = (jax.random.normal(jax.random.key(i), (rows, width), dtype) for i in range(3))
+        scale = 1 + jax.random.normal(jax.random.key(3), (width,), jnp.float32) / 4
+
+        def dense(x, scale):
+            wide = x.astype(jnp.float32)
+            normed = wide * jax.lax.rsqrt((wide * wide).mean(-1, keepdims=True) + 1e-6)
+            return normed.astype(x.dtype) * scale.astype(x.dtype)
+
+        def residual(x, scale, other=other, norm=rms_norm_residual):
+            x, y = norm(x, scale)
+            return x * other.astype(x.dtype) + y
+
+        def dense_residual(x, scale, other=other):
+            return x * other.astype(x.dtype) + dense(x, scale)
+
+        def with_room(x, scale, width=width):
+            return rms_norm(x, scale, room=64)[:, :width]
+
+        names, name = ("out", "dx", "ds"), f"rms_norm {rows}x{width} {jnp.dtype(dtype).name}"
+        good &= compare(name, rms_norm, dense, (x, scale), dy, names)
+        good &= compare(f"{name} room", with_room, dense, (x, scale), dy, names)
+        good &= compare(f"{name} residual", residual, dense_residual, (x, scale), dy, names)
+    return good
+
+
+def check_norm_into_lora() -> bool:
+    """A branch of a residual stream: norm with room for what adapted layers put there, weights as arrays and packed."""
+    good = True
+    cases = ((False, 1024, (2048, 1024)), (True, 4096, (14336, 4096)), (True, 4096, (4096, 1024)))
+    for packed, width, outs in cases:
+        keys = iter(jax.random.split(jax.random.key(width), 12))
+        x, other = (jax.random.normal(next(keys), (2, 2048, width), jnp.bfloat16) for _ in range(2))
+        scale = 1 + jax.random.normal(next(keys), (width,), jnp.float32) / 4
+        shapes = [(out, width) for out in outs]
+        arrays = [jax.random.normal(next(keys), shape, jnp.bfloat16) * width**-0.5 for shape in shapes]
+        ws: list[Any] = arrays
+        if packed:
+            ws = [random_weight(next(keys), shape) for shape in shapes]
+            arrays = [dequantize(w, implementation="xla") for w in ws]
+        a = jax.random.normal(next(keys), (16, width), jnp.bfloat16) * width**-0.5
+        b = jax.random.normal(next(keys), (outs[0], 16), jnp.bfloat16)
+
+        def branch(x, scale, a, b, ws=ws, other=other):
+            none = Projection(ws[1], None, None, jnp.float32(1))
+            layers = [Projection(ws[0], a, b, jnp.float32(0.5)), none]
+            x, y = rms_norm_residual(x, scale, room=room(x, layers))
+            return jnp.concatenate([x * other.astype(x.dtype), *lora_linears(y, layers)], axis=-1)
+
+        def dense(x, scale, a, b, arrays=arrays, other=other):
+            wide = x.astype(jnp.float32)
+            normed = wide * jax.lax.rsqrt((wide * wide).mean(-1, keepdims=True) + 1e-6)
+            y = normed.astype(x.dtype) * scale.astype(x.dtype)
+            first, second = (y @ w.astype(x.dtype).T for w in arrays)
+            return jnp.concatenate([x * other.astype(x.dtype), first + 0.5 * (y @ a.T) @ b.T, second], axis=-1)
+
+        cotangent = jax.random.normal(next(keys), (2, 2048, width + sum(outs)), jnp.bfloat16)
+        name = f"norm into {width} -> {outs}, packed {packed}"
+        good &= compare(name, branch, dense, (x, scale, a, b), cotangent, ("out", "dx", "ds", "da", "db"))
+    return good
+
+
+CHECKS = {
+    "lora": check_lora,
+    "swiglu": check_swiglu,
+    "norm": check_norm,
+    "norm_into_lora": check_norm_into_lora,
+    "attention": check_attention,
+    "loss": check_loss,
+    "nf4": check_nf4,
+}
+
+
+def main(wanted: list[str]) -> int:
+    """Runs the named checks, or every one."""
+    if unknown := set(wanted) - set(CHECKS):
+        raise SystemExit(f"unknown checks {sorted(unknown)}; known: {', '.join(CHECKS)}")
     print(jax.devices()[0].device_kind, "jax", jax.__version__)
-    results = [check_lora(), check_swiglu(), check_attention(), check_loss(), check_nf4()]
+    results = [CHECKS[name]() for name in wanted or CHECKS]
     print("all good" if all(results) else "some checks FAILED")
     return int(not all(results))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

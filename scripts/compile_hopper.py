@@ -34,6 +34,7 @@ from pallas_kernels.lora_linear import mosaic_gpu as narrow
 from pallas_kernels.nf4_linear import mosaic_gpu as nf4
 from pallas_kernels.nf4_linear.cases import random_weight
 from pallas_kernels.nf4_linear.mosaic_gpu_matmul import MatmulTiles
+from pallas_kernels.rms_norm import mosaic_gpu as norm
 
 COUNTED = ("HGMMA", "MUFU", "FFMA", "FMUL", "FADD", "FMNMX", "F2FP", "LDS", "STS", "STSM", "LDL", "STL", "R2UR", "BAR")
 COUNTED_STRAIGHT = ("SHFL", "FMUL", "FADD", "F2FP", "SHF", "LOP3", "IMAD", "LDG", "STG", "BAR", "LDL", "STL")
@@ -180,10 +181,21 @@ def nf4_kernels():
             yield [f"nf4-{'dx' if transpose else 'forward'}-{tiles.rows}-{name}"], product, (x, *packed), 0
 
 
+def norm_kernels():
+    """Likewise of normalisation: forward with room behind, gradient of x alone and with what is added to it."""
+    for width, dtype in ((1024, jnp.bfloat16), (4096, jnp.bfloat16), (5120, jnp.float32), (8192, jnp.float32)):
+        x = jax.ShapeDtypeStruct((8192, width), jnp.bfloat16)
+        scale, rrms = jax.ShapeDtypeStruct((width,), dtype), jax.ShapeDtypeStruct((8192, 1), jnp.float32)
+        name = f"norm-D{width}{'' if dtype == jnp.bfloat16 else '-f32-scale'}"
+        yield [f"{name}-forward"], lambda x, scale: norm.forward(x, scale, 1e-6, 64), (x, scale), 0
+        yield [f"{name}-dx"], norm.backward, (x, scale, rrms, x), 0
+        yield [f"{name}-dx-residual"], norm.backward, (x, scale, rrms, x, x), 0
+
+
 def main(wanted: list[str]) -> None:
     """Prints the report of every kernel of every case."""
     for cases, function, args, skip in itertools.chain(
-        attention_kernels(), grouped_kernels(), narrow_kernels(), nf4_kernels()
+        attention_kernels(), grouped_kernels(), narrow_kernels(), nf4_kernels(), norm_kernels()
     ):
         if wanted and not any(case.startswith(name) for case in cases for name in wanted):
             continue

@@ -24,7 +24,7 @@ from gymjax.models.expert_names import is_router
 from gymjax.models.names import Index, linears
 from gymjax.nn.moe import ExpertLinear
 from gymjax.optim.labels import Trained
-from pallas_kernels.lora_linear import Projection, lora_linear, lora_linears
+from pallas_kernels.lora_linear import Projection, lora_linear, lora_linears, room
 
 
 class LoraParam(Trained):
@@ -132,16 +132,15 @@ class Lora(nnx.Module):
     @staticmethod
     def together(x: Float[Array, "*B I"], ws, loras: Sequence[Lora | None], keys) -> tuple[Float[Array, "*B O"], ...]:
         """Several layers of one input, some of which may have no adapter; dropout is that of the first."""
-        one = jnp.float32(1)
-        layers = [
-            Projection(w, None, None, one)
-            if lora is None
-            else Projection(w, lora.a.get_value(), lora.b.get_value(), lora.factor.get_value())
-            for w, lora in zip(ws, loras, strict=True)
-        ]
         rate = next(lora.dropout for lora in loras if lora is not None)
         drops = rate > 0 and keys[0] is not None
+        layers = _projections(ws, loras)
         return lora_linears(x, layers, dropout_rate=rate if drops else 0.0, keys=keys if drops else None)
+
+    @staticmethod
+    def room(x: Float[Array, "*B I"], ws, loras: Sequence[Lora | None]) -> int:
+        """Columns behind x that `together` has a use for."""
+        return room(x, _projections(ws, loras))
 
     def grouped(self, x: Float[Array, "rows I"], w, sizes: Int[Array, " E"]) -> Float[Array, "rows O"]:
         """The same for rows sorted by expert, each expert with factors of its own; experts have no dropout."""
@@ -151,6 +150,16 @@ class Lora(nnx.Module):
         """`w + factor * b @ a` in f32, for a layer that is applied inside a loss; dropout cannot act there."""
         delta = jnp.einsum("...OR,...RI->...OI", self.b.get_value(), self.a.get_value(), precision="highest")
         return w.astype(jnp.float32) + self.factor.get_value()[..., None, None] * delta
+
+
+def _projections(ws, loras: Sequence[Lora | None]) -> list[Projection]:
+    one = jnp.float32(1)
+    return [
+        Projection(w, None, None, one)
+        if lora is None
+        else Projection(w, lora.a.get_value(), lora.b.get_value(), lora.factor.get_value())
+        for w, lora in zip(ws, loras, strict=True)
+    ]
 
 
 def attach(model: Decoder, spec: LoraSpec, *, key: jax.Array, start: Mapping[str, np.ndarray] | None = None) -> None:

@@ -64,10 +64,10 @@ class Block(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], LayerCache | None, RouterStats | None]:
         """One layer; see Attention for the cache, MoE for the tokens that are counted."""
         attn_key, mlp_key = (None, None) if key is None else jax.random.split(key)
-        h_BTD = x_BTD if self.attn_norm is None else self.attn_norm(x_BTD)
+        x_BTD, h_BTD = _branch(x_BTD, self.attn_norm, self.attn)
         h_BTD, cache = self.attn(h_BTD, tables, segment_ids_BT, key=attn_key, implementation=attention, cache=cache)
         x_BTD = checkpoint_name(self._add(x_BTD, h_BTD, self.attn_out_norm), "middle")
-        h_BTD = x_BTD if self.mlp_norm is None else self.mlp_norm(x_BTD)
+        x_BTD, h_BTD = _branch(x_BTD, self.mlp_norm, self.mlp)
         stats = None
         if isinstance(self.mlp, MoE):
             h_BTD, stats = self.mlp(h_BTD, mlp_key, counted_BT=counted_BT)
@@ -79,6 +79,13 @@ class Block(nnx.Module):
         """The residual stream with a branch's output added."""
         h_BTD = h_BTD if norm is None else norm(h_BTD)
         return x_BTD + (h_BTD if self.residual_scale == 1 else _times(h_BTD, self.residual_scale))
+
+
+def _branch(x_BTD: Array, norm: RMSNorm | None, block: Attention | GatedMLP | MoE) -> tuple[Array, Array]:
+    """The residual stream, and the block's input that leaves it here."""
+    if norm is None:
+        return x_BTD, x_BTD
+    return norm.branch(x_BTD, 0 if isinstance(block, MoE) else block.room(x_BTD))
 
 
 def _mlp(cfg: DecoderConfig, kind: LayerKind, *, dtype: jnp.dtype, leading: tuple[int, ...]) -> GatedMLP | MoE:

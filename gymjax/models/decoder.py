@@ -10,20 +10,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from gymjax.models.block import Block
 from gymjax.models.decoder_config import DecoderConfig
+from gymjax.models.offload import scan_offloaded
 from gymjax.nn.attention import LayerCache, RopeTables
 from gymjax.nn.linear import Linear
 from gymjax.nn.norm import RMSNorm
 from gymjax.nn.rope import document_lengths, rope_tables
 from gymjax.nn.routing import RouterStats
+from gymjax.optim.labels import Trained
 from pallas_kernels import Implementation
 from pallas_kernels.lora_linear import LOW_NAME
 
-INPUT_NAME = "layer_input"
 SMALL_NAMES = (LOW_NAME,)  # kept whatever is recomputed: a hundredth of a layer's input
 # Attention's output and log-sum-exp get their names inside the kernels whose backward starts from them: named outside
 # too, the output would be kept twice.
@@ -207,35 +207,38 @@ class Decoder(nnx.Module):
 
 def _scan_stack(run, blocks: nnx.List, x_BTD: Array, kv, key: jax.Array | None, remat: str):
     """Scans `run` over the repetitions of a stack; the cache travels in the carry, so that it is updated in place."""
-    graphdef, state = nnx.split(blocks)
+    graphdef, trained, state = nnx.split(blocks, Trained, ...)
     repeats = jax.tree.leaves(state)[0].shape[0]
+    keys = None if key is None else jax.random.split(key, repeats)
+    rest = (state, jnp.arange(repeats), keys)
 
-    def body(carry, scanned):
-        (x_BTD, kv), (state, layer, key) = carry, scanned
-        x_BTD = checkpoint_name(x_BTD, INPUT_NAME)
-        x_BTD, kv, stats = run(nnx.merge(graphdef, state), x_BTD, kv, layer=layer, key=key)
+    def body(carry, trained, rest):
+        (x_BTD, kv), (state, layer, key) = carry, rest
+        x_BTD, kv, stats = run(nnx.merge(graphdef, trained, state), x_BTD, kv, layer=layer, key=key)
         return (x_BTD, kv), stats
 
+    if remat == "offload":
+        x_BTD, stats = scan_offloaded(lambda x, *layer: _drop_cache(body((x, kv), *layer)), x_BTD, trained, rest)
+        return x_BTD, kv, stats
     if remat != "none":
         body = jax.checkpoint(body, prevent_cse=False, policy=_kept(remat))
-    keys = None if key is None else jax.random.split(key, repeats)
-    (x_BTD, kv), stats = jax.lax.scan(body, (x_BTD, kv), (state, jnp.arange(repeats), keys))
+    (x_BTD, kv), stats = jax.lax.scan(lambda carry, layer: body(carry, *layer), (x_BTD, kv), (trained, rest))
     return x_BTD, kv, stats
+
+
+def _drop_cache(result):
+    """(states, statistics) of ((states, cache), statistics): there is no cache while training."""
+    (x_BTD, _), stats = result
+    return x_BTD, stats
 
 
 def _kept(remat: str) -> Callable[..., Any]:
     """What of a layer's forward pass the backward finds, beside the layer's input."""
-    policies = jax.checkpoint_policies
-    if remat == "offload":
-        return policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=list(SMALL_NAMES),
-            names_which_can_be_offloaded=[INPUT_NAME],
-            offload_src="device",
-            offload_dst="pinned_host",
-        )
-    if remat == "full":
-        return policies.save_only_these_names(*SMALL_NAMES)
-    return policies.save_only_these_names(*(SAVED_NAMES if remat == "selective" else (*SMALL_NAMES, *remat.split(","))))
+    if remat in ("full", "selective"):
+        names = SMALL_NAMES if remat == "full" else SAVED_NAMES
+    else:
+        names = (*SMALL_NAMES, *remat.split(","))
+    return jax.checkpoint_policies.save_only_these_names(*names)
 
 
 def _run_group(blocks, x_BTD, kv, *, layer, key, tables, segment_ids_BT, attention, length, counted_BT):

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 import pallas_kernels.flash_attention as flash
 import pallas_kernels.rope as rope_kernel
-from gymjax.nn.linear import Linear, project
+from gymjax.nn.linear import Linear, project, room
 from gymjax.nn.norm import RMSNorm
 from pallas_kernels import Implementation
 
@@ -183,6 +183,10 @@ class Attention(nnx.Module):
                 **options,
             )
         return self.o(out_BTNH.reshape(B, T, -1), keys[3]), cache
+
+    def room(self, x_BTD: Float[Array, "B T D"]) -> int:
+        """Columns behind the input that the block has a use for, see `linear.room`."""
+        return room(x_BTD, (self.qkv,) if self.fused else (self.q, self.k, self.v))
 
     def _project(self, x_BTD: Float[Array, "B T D"], keys) -> tuple[Array, Array, Array]:
         """q, k and v by heads, normalised but not rotated."""

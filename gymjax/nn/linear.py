@@ -35,6 +35,11 @@ class JointAdapter(Adapter, Protocol):
         """What each layer's own call would return; a layer's adapter may be None, not all of them."""
         ...
 
+    @staticmethod
+    def room(x: Array, ws: Sequence[Any], adapters: Sequence[Any]) -> int:
+        """How many columns, of any content, `together` would like behind x."""
+        ...
+
 
 class Linear(nnx.Module):
     """`y = x @ w.T + b`; when the adapter slot is filled, `y = adapter(x, w, key) + b`.
@@ -66,13 +71,31 @@ class Linear(nnx.Module):
 
 
 def project(
-    x: Float[Array, "*B I"], layers: Sequence[Linear], keys: Sequence[jax.Array | None]
+    x: Float[Array, "*B I"] | Float[Array, "*B I+"], layers: Sequence[Linear], keys: Sequence[jax.Array | None]
 ) -> tuple[Float[Array, "*B O"], ...]:
-    """Applies several layers to one input: in one call where their adapters are of one kind that can do so."""
-    adapters = [layer.adapter for layer in layers]
-    kinds = {type(adapter) for adapter in adapters if adapter is not None}
-    together = getattr(kinds.pop(), "together", None) if len(kinds) == 1 else None
-    if together is None:
+    """Applies several layers to one input: in one call where their adapters are of one kind that can do so.
+
+    x may have `room(x, layers)` columns behind it.
+    """
+    joint = _joint(layers)
+    if joint is None:
         return tuple(layer(x, key) for layer, key in zip(layers, keys, strict=True))
-    ys = together(x, [layer.w.get_value() for layer in layers], adapters, keys)
+    ys = joint.together(x, *_weights_and_adapters(layers), keys)
     return tuple(layer.with_bias(y) for layer, y in zip(layers, ys, strict=True))
+
+
+def room(x: Float[Array, "*B I"], layers: Sequence[Linear]) -> int:
+    """How many columns behind x `project` has a use for; whoever makes x may leave them there, whatever they hold."""
+    joint = _joint(layers)
+    return 0 if joint is None else joint.room(x, *_weights_and_adapters(layers))
+
+
+def _joint(layers: Sequence[Linear]) -> type[JointAdapter] | None:
+    """The kind of the layers' adapters, where they have one and it is joint."""
+    kinds = {type(layer.adapter) for layer in layers if layer.adapter is not None}
+    kind: Any = kinds.pop() if len(kinds) == 1 else None
+    return kind if hasattr(kind, "together") else None
+
+
+def _weights_and_adapters(layers: Sequence[Linear]) -> tuple[list[Any], list[Adapter | None]]:
+    return [layer.w.get_value() for layer in layers], [layer.adapter for layer in layers]

@@ -9,7 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 import pallas_kernels.swiglu as kernel
-from gymjax.nn.linear import Linear, project
+from gymjax.nn.linear import Linear, project, room
 
 CHUNK = 16384
 """Tokens of a row that go through a block at a time, at most.
@@ -58,6 +58,11 @@ class GatedMLP(nnx.Module):
         keys = None if key is None else jax.random.split(key, chunks)
         apply = jax.checkpoint(lambda chunk: self._apply(*chunk), prevent_cse=False)
         return jnp.moveaxis(jax.lax.map(apply, (chunks_NBCD, keys)), 0, 1).reshape(B, -1, D)[:, :T]
+
+    def room(self, x_BTD: Float[Array, "B T D"]) -> int:
+        """Columns behind the input that the block has a use for, see `linear.room`; none where it goes in chunks."""
+        layers = (self.gate_up,) if self.fused else (self.gate, self.up)
+        return 0 if x_BTD.shape[1] > CHUNK else room(x_BTD, layers)
 
     def _apply(self, x_BTD: Float[Array, "B T D"], key: jax.Array | None) -> Float[Array, "B T D"]:
         keys = [None] * 3 if key is None else list(jax.random.split(key, 3))

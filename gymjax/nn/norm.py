@@ -21,7 +21,15 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
         """Normalises in f32 and returns x.dtype."""
+        return kernel.rms_norm(x, self._scale(), eps=self.eps)
+
+    def branch(self, x: Float[Array, "*B D"], room: int = 0) -> tuple[Float[Array, "*B D"], Float[Array, "*B D+room"]]:
+        """x and the normalised x, for a residual stream that goes on with the former: gradients meet in the norm's.
+
+        `room` columns are left behind the second, see rms_norm.
+        """
+        return kernel.rms_norm_residual(x, self._scale(), eps=self.eps, room=room)
+
+    def _scale(self) -> Float[Array, " D"]:
         scale = self.scale.get_value()
-        if self.offset:
-            scale = scale.astype(jnp.float32) + self.offset
-        return kernel.rms_norm(x, scale, eps=self.eps)
+        return scale.astype(jnp.float32) + self.offset if self.offset else scale

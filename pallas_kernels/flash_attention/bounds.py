@@ -6,10 +6,14 @@ between which tiles no element needs masking.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Int
+
+_CONSTANT = 4096  # tokens, up to which the compiler's evaluation of constants takes no time to speak of
 
 
 def row_bounds(
@@ -27,15 +31,17 @@ def row_bounds(
     Returns:
         (lo, hi), int32, non-decreasing along T; B is 1 without segments.
     """
-    position = jnp.arange(tokens, dtype=jnp.int32)[None] + (keys - tokens)
-    hi = position if causal else jnp.full_like(position, keys - 1)
-    lo = jnp.zeros_like(position) if window is None else jnp.maximum(position - window + 1, 0)
+    # As constants of the program, where they depend on nothing, the compiler works out all that follows from them.
+    xp: Any = np if segment_ids is None and tokens <= _CONSTANT else jnp
+    position = xp.arange(tokens, dtype=xp.int32)[None] + (keys - tokens)
+    hi = position if causal else xp.full_like(position, keys - 1)
+    lo = xp.zeros_like(position) if window is None else xp.maximum(position - window + 1, 0)
     if segment_ids is not None:
         first, last = document_ends(segment_ids)
         padding = segment_ids == 0
         lo = jnp.where(padding, position + 1, jnp.maximum(lo, first))
         hi = jnp.where(padding, position, jnp.minimum(hi, last))
-    return lo, jnp.maximum(hi, -1)
+    return lo, xp.maximum(hi, -1)
 
 
 def number_documents(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:

@@ -44,12 +44,7 @@ def refuses(
         return "keys with segment ids of their own are not done yet"
     if isinstance(scale, jax.Array) or isinstance(softcap, jax.Array):
         return "scale and softcap must be Python numbers, as they are compiled into the kernel"
-    capability = _platform.compute_capability()
-    if capability is None:
-        return _platform.why_not_gpu()
-    if capability[0] != 9:
-        return f"it needs Hopper (compute capability 9.0); this GPU has {capability}"
-    return _platform.miscompiles()
+    return _platform.why_not_hopper()
 
 
 @dataclasses.dataclass(frozen=True)

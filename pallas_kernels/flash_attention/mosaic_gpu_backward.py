@@ -13,20 +13,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels._hopper import WARPGROUPS, drain, filled, launch, swizzled
 from pallas_kernels.flash_attention.bounds import key_tiles, query_tiles
-from pallas_kernels.flash_attention.mosaic_gpu_tiles import (
-    WARPGROUPS,
-    Scores,
-    accumulate,
-    by_column,
-    by_row,
-    drain,
-    filled,
-    index_along,
-    launch,
-    swizzled,
-    visit,
-)
+from pallas_kernels.flash_attention.mosaic_gpu_tiles import Scores, accumulate, by_column, by_row, index_along, visit
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,19 +18,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import _platform
+from pallas_kernels._hopper import WARPGROUPS, drain, filled, launch, swizzled
 from pallas_kernels.flash_attention.bounds import key_tiles, longest_first
-from pallas_kernels.flash_attention.mosaic_gpu_tiles import (
-    LOG2E,
-    WARPGROUPS,
-    Scores,
-    accumulate,
-    drain,
-    filled,
-    index_along,
-    launch,
-    swizzled,
-    visit,
-)
+from pallas_kernels.flash_attention.mosaic_gpu_tiles import LOG2E, Scores, accumulate, index_along, visit
 
 LOWEST = -1e30  # start of the running maximum: finite, so that a row that has seen no key makes no NaN
 

@@ -14,18 +14,10 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels._hopper import WARPGROUPS, filled, launch_in_place, swizzled
 from pallas_kernels.flash_attention.bounds import query_tiles
 from pallas_kernels.flash_attention.mosaic_gpu_backward import BackwardTiles, stream_queries, weights_by_key
-from pallas_kernels.flash_attention.mosaic_gpu_tiles import (
-    WARPGROUPS,
-    Scores,
-    accumulate,
-    by_column,
-    filled,
-    launch_in_place,
-    swizzled,
-    visit,
-)
+from pallas_kernels.flash_attention.mosaic_gpu_tiles import Scores, accumulate, by_column, visit
 
 
 def backward_fused(q, k, v, dout, lse, delta, lo, hi, *, scores: Scores, tiles: BackwardTiles):

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from typing import Any
 
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -10,7 +9,6 @@ import jax.numpy as jnp
 from jax import lax
 
 LOG2E = math.log2(math.e)
-WARPGROUPS = 2  # that compute; one more feeds them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,19 +34,6 @@ class Scores:
     def chain(self, weight, squashed):
         """`weight` times the derivative of the score by `scale * p`."""
         return weight if self.softcap is None else weight * (1.0 - squashed * squashed)
-
-
-def swizzled(width: int, dtype=jnp.bfloat16) -> tuple[plgpu.TilingTransform, plgpu.SwizzleTransform]:
-    """Shared-memory layout of a tile whose rows have `width` elements: the widest swizzle that divides them."""
-    size = jnp.dtype(dtype).itemsize
-    swizzle = next(span for span in (128, 64, 32) if width * size % span == 0)
-    return plgpu.TilingTransform((8, swizzle // size)), plgpu.SwizzleTransform(swizzle)
-
-
-def filled(shape: tuple[int, ...], value):
-    """A tile of one number in the layout of the tensor cores' results; of one axis: a value for each of its rows."""
-    layout = plgpu.Layout.WGMMA if len(shape) == 2 else plgpu.Layout.WGMMA.reduce(1)
-    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
 
 def by_row(smem, shape: tuple[int, int]):
@@ -108,48 +93,3 @@ def visit(ranges, step, carry):
     carry = lax.fori_loop(begin, clear_begin, masked, carry)
     carry = lax.fori_loop(clear_begin, clear_end, lambda index, carry: step(index, carry, masked=False), carry)
     return lax.fori_loop(clear_end, end, masked, carry)
-
-
-def drain(visits, stages: int, *free) -> None:
-    """Waits until the last slots are free, so that no barrier is left with an arrival that nobody saw."""
-
-    def wait(visit, _):
-        for barrier in free:
-            plgpu.barrier_wait(barrier.at[lax.rem(visit, jnp.int32(stages))])
-
-    lax.fori_loop(jnp.maximum(visits - stages, 0), visits, wait, None)
-
-
-def launch(kernel, scratch_types, *args, out_type, grid: dict[str, int]):
-    """Runs `kernel(refs, scratch)` with the compute warpgroups and their feeder on a grid of named axes."""
-    return plgpu.kernel(_entry(kernel, scratch_types), out_type=out_type, compiler_params=_FAST, **_threads(grid))(
-        *args
-    )
-
-
-def launch_in_place(kernel, scratch_types, *args, out: tuple, grid: dict[str, int]):
-    """As `launch`, for outputs that the kernel adds to: `out` holds their first values."""
-
-    def run(refs):
-        pl.kernel(_entry(kernel, scratch_types), mesh=plgpu.Mesh(**_threads(grid)), compiler_params=_FAST)(*refs)
-
-    return pl.run_state(run)((*args, *out))[len(args) :]
-
-
-_FAST = plgpu.CompilerParams(approx_math=True)
-
-
-def _entry(kernel, scratch_types):
-    def entry(*refs):
-        pl.run_scoped(lambda *scratch: kernel(refs, scratch), *scratch_types, collective_axes="warpgroup")
-
-    return entry
-
-
-def _threads(grid: dict[str, int]) -> dict[str, Any]:
-    return {
-        "grid": tuple(grid.values()),
-        "grid_names": tuple(grid),
-        "num_threads": WARPGROUPS + 1,
-        "thread_name": "warpgroup",
-    }

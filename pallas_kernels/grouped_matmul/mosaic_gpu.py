@@ -25,12 +25,7 @@ def refuses(x: Array | jax.ShapeDtypeStruct, w: Array | jax.ShapeDtypeStruct) ->
         return f"it needs bfloat16 or float16, and x is {x.dtype}"
     if 0 in w.shape:
         return f"there is nothing to multiply with weights of shape {w.shape}"
-    capability = _platform.compute_capability()
-    if capability is None:
-        return _platform.why_not_gpu()
-    if capability[0] != 9:
-        return f"it needs Hopper (compute capability 9.0); this GPU has {capability}"
-    return _platform.miscompiles()
+    return _platform.why_not_hopper()
 
 
 def forward(

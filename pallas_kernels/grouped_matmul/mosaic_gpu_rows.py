@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import _platform
-from pallas_kernels.flash_attention.mosaic_gpu_tiles import WARPGROUPS, drain, swizzled
+from pallas_kernels._hopper import WARPGROUPS, drain, launch, swizzled
 from pallas_kernels.grouped_matmul.mosaic_gpu_work import BAND, COLUMN, COUNT, FIRST, GROUP, HALF, STORED, row_items
 
 DEPTH = 64  # of a slot: 128 bytes, the widest swizzle
@@ -168,22 +168,13 @@ def group_rows(x, w, sizes, *, transposed: bool, tiles: Tiles):
         ),
         *(x, w, table),
         out_type=jax.ShapeDtypeStruct((rows, width), x.dtype),
-        blocks=blocks,
-        pair=tiles.pair,
+        **shape(blocks, tiles),
     )
 
 
-def launch(kernel, scratch_types, *args, out_type, blocks: int, pair: bool):
-    """Runs `kernel(refs, scratch)`, with two warpgroups that compute and one that feeds, on blocks or pairs of them."""
-
-    def entry(*refs):
-        pl.run_scoped(lambda *scratch: kernel(refs, scratch), *scratch_types, collective_axes="warpgroup")
-
-    grid: dict[str, Any] = {"grid": (blocks,), "grid_names": ("blocks",)}
-    if pair:
-        grid |= {"cluster": (2,), "cluster_names": ("pair",)}
-    threads: dict[str, Any] = {"num_threads": WARPGROUPS + 1, "thread_name": "warpgroup"}
-    return plgpu.kernel(entry, out_type=out_type, **grid, **threads)(*args)
+def shape(blocks: int, tiles: Tiles) -> dict[str, Any]:
+    """Grid of so many blocks or pairs of them, for `launch`."""
+    return {"grid": {"blocks": blocks}, "cluster": {"pair": 2} if tiles.pair else None}
 
 
 def free_slots(tiles: Tiles):

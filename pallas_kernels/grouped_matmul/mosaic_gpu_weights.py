@@ -16,8 +16,8 @@ from jax import lax
 from jax.experimental.mosaic.gpu.fragmented_array import Tiling
 
 from pallas_kernels import _platform
-from pallas_kernels.flash_attention.mosaic_gpu_tiles import WARPGROUPS, drain, swizzled
-from pallas_kernels.grouped_matmul.mosaic_gpu_rows import DEPTH, Tiles, free_slots, launch, store_buffers, store_rows
+from pallas_kernels._hopper import WARPGROUPS, drain, launch, swizzled
+from pallas_kernels.grouped_matmul.mosaic_gpu_rows import DEPTH, Tiles, free_slots, shape, store_buffers, store_rows
 from pallas_kernels.grouped_matmul.mosaic_gpu_work import HALF, ROWS, starts_of, walk
 
 ALIGNED = 8  # rows of a shared-memory tile
@@ -185,6 +185,5 @@ def group_weights(x, dy, sizes, *, dtype, tiles: Tiles):
         ),
         *(x, dy, starts_of(sizes)),
         out_type=jax.ShapeDtypeStruct((groups, height, width), dtype),
-        blocks=blocks,
-        pair=tiles.pair,
+        **shape(blocks, tiles),
     )

@@ -57,7 +57,7 @@ def lora_linear(
 
 
 def lora_linears(
-    x: Float[Array, "*B I"],
+    x: Float[Array, "*B I"] | Float[Array, "*B I+"],
     layers: Sequence[Projection],
     *,
     dropout_rate: float = 0.0,
@@ -67,7 +67,8 @@ def lora_linears(
     """Several adapted linear layers of one input, read once: as lora_linear for each.
 
     Args:
-        x: f32, bf16 or f16, any leading axes.
+        x: f32, bf16 or f16, any leading axes; may have `room(x, layers)` more columns, whatever they hold, for what
+            is put there in place.
         layers: at least one with an adapter; ranks and scales may differ.
         dropout_rate: probability of zeroing an element of the adapters' input; the rest are divided by 1 - rate.
         keys: random key of each layer's dropout mask; needed where dropout_rate > 0.
@@ -84,7 +85,7 @@ def lora_linears(
         NotImplementedError: the named implementation refuses these arguments or does not exist for this operation.
     """
     for layer in layers:
-        _check(x, *layer)
+        _check(*layer)
     if all(layer.a is None for layer in layers):
         raise ValueError(f"lora_linear: none of the {len(layers)} layers has an adapter")
     if not 0 <= dropout_rate < 1 or (dropout_rate > 0 and keys is None):
@@ -93,8 +94,25 @@ def lora_linears(
         )
     if keys is not None and len(keys) != len(layers):
         raise ValueError(f"lora_linear: each layer needs a key; got {len(keys)} for {len(layers)} layers")
-    chosen = _dispatch.choose("lora_linear", implementation, _refusals(x, [layer.w for layer in layers]))
-    return _lora_linears(dropout_rate, chosen, x, tuple(layers), tuple(keys) if keys and dropout_rate > 0 else None)
+    behind = _columns_behind(x, layers, room(x, layers, implementation=implementation))
+    chosen = _choose(x, layers, implementation)
+    keys = tuple(keys) if keys and dropout_rate > 0 else None
+    return _lora_linears(dropout_rate, chosen, behind, x, tuple(layers), keys)
+
+
+def room(x: Float[Array, "*B I"], layers: Sequence[Projection], *, implementation: Implementation | None = None) -> int:
+    """Return how many columns behind x `lora_linears` has a use for; 0 where it does better without.
+
+    Who makes x by a kernel should leave them there (`rms_norm(room=)`), which saves a copy of x.
+
+    Args:
+        x: as in `lora_linears`; only its shape and dtype count.
+        layers: likewise.
+        implementation: likewise.
+    """
+    if _choose(x, layers, implementation) == "xla":  # which writes x and zeros behind it in one operation
+        return 0
+    return reference.room(x, layers, mosaic_gpu.KERNELS.weights) if mosaic_gpu.puts_last(x) else 0
 
 
 def explain(ws: Sequence[Array | NF4Weight] = (), rows: int = 8192) -> str:
@@ -106,12 +124,27 @@ def _refusals(x: Array | jax.ShapeDtypeStruct, ws: Sequence[Array | NF4Weight]) 
     return {"mosaic_gpu": mosaic_gpu.refuses(x, ws), "xla": None}
 
 
-def _check(x: Array, w: Array | NF4Weight, a: Array | None, b: Array | None, scale: Array) -> None:
+def _choose(x: Array, layers: Sequence[Projection], implementation: Implementation | None) -> Implementation:
+    return _dispatch.choose("lora_linear", implementation, _refusals(x, [layer.w for layer in layers]))
+
+
+def _columns_behind(x: Array, layers: Sequence[Projection], more: int) -> int:
+    """How many columns x has beyond those that the layers multiply: `more`, or none."""
+    behind = more if x.ndim and x.shape[-1] == layers[0].w.shape[1] + more else 0
+    for layer in layers:
+        width = layer.w.shape[1]
+        if x.ndim < 1 or x.shape[-1] - behind != width or not jnp.issubdtype(x.dtype, jnp.floating):
+            also = f" (or {width + more}, with room behind)" if more else ""
+            raise ValueError(
+                f"lora_linear: x must be floating-point of width {width}{also} to meet w; got {x.dtype}{x.shape}"
+            )
+    return behind
+
+
+def _check(w: Array | NF4Weight, a: Array | None, b: Array | None, scale: Array) -> None:
     if len(w.shape) != 2 or (isinstance(w, NF4Weight) and w.codes.ndim != 1):
         raise ValueError(f"lora_linear: w must be one layer's (O, I) weight; got {w.shape}")
     out, width = w.shape
-    if x.ndim < 1 or x.shape[-1] != width or not jnp.issubdtype(x.dtype, jnp.floating):
-        raise ValueError(f"lora_linear: x must be floating-point of width {width} to meet w; got {x.dtype}{x.shape}")
     if (a is None) != (b is None):
         raise ValueError(f"lora_linear: a and b go together; got {'only b' if a is None else 'only a'}")
     if (
@@ -126,26 +159,41 @@ def _check(x: Array, w: Array | NF4Weight, a: Array | None, b: Array | None, sca
         raise ValueError(f"lora_linear: scale must be a scalar; got shape {jnp.shape(scale)}")
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _lora_linears(
-    rate: float, chosen: Implementation, x: Array, layers: tuple[Projection, ...], keys: reference.Keys
+    rate: float,
+    chosen: Implementation,
+    behind: int,
+    x: Array,
+    layers: tuple[Projection, ...],
+    keys: reference.Keys,
 ) -> tuple[Array, ...]:
+    del behind
     return reference.forward(x, layers, rate, keys, _KERNELS[chosen])[0]
 
 
 def _lora_linears_fwd(
-    rate: float, chosen: Implementation, x: Array, layers: tuple[Projection, ...], keys: reference.Keys
+    rate: float,
+    chosen: Implementation,
+    behind: int,
+    x: Array,
+    layers: tuple[Projection, ...],
+    keys: reference.Keys,
 ) -> tuple[tuple[Array, ...], tuple]:
+    del behind
     ys, kept = reference.forward(x, layers, rate, keys, _KERNELS[chosen])
     return ys, (kept, layers, keys)
 
 
-def _lora_linears_bwd(rate: float, chosen: Implementation, residuals: tuple, dys: tuple[Array, ...]) -> tuple:
+def _lora_linears_bwd(
+    rate: float, chosen: Implementation, behind: int, residuals: tuple, dys: tuple[Array, ...]
+) -> tuple:
     kept, layers, keys = residuals
     dx, of_adapters = reference.backward(kept, layers, rate, keys, dys, _KERNELS[chosen])
     frozen: Any = None
     none = (None, None)
-    return dx, tuple(Projection(frozen, *(grads or none), frozen) for grads in of_adapters), None
+    of_layers = tuple(Projection(frozen, *(grads or none), frozen) for grads in of_adapters)
+    return jnp.pad(dx, [(0, 0)] * (dx.ndim - 1) + [(0, behind)]), of_layers, None
 
 
 _lora_linears.defvjp(_lora_linears_fwd, _lora_linears_bwd)

@@ -20,9 +20,10 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from pallas_kernels import _platform, nf4_linear
-from pallas_kernels.flash_attention.mosaic_gpu_tiles import WARPGROUPS, drain, filled, launch, swizzled
+from pallas_kernels._hopper import WARPGROUPS, drain, filled, launch, swizzled
 from pallas_kernels.lora_linear import reference
 from pallas_kernels.nf4_linear import NF4Weight
+from pallas_kernels.nf4_linear.mosaic_gpu_join import write_edge
 
 MAX_RANK = 64  # beyond, accumulators leave no registers, and x is no longer what is mostly read
 _MULTIPLE = 8  # of ranks, as the tensor cores' products want them
@@ -61,14 +62,7 @@ def _refuses_narrow(x: Array | jax.ShapeDtypeStruct) -> str | None:
         return f"it needs bfloat16 or float16, and x is {x.dtype}"
     if rows < FEWEST_ROWS:
         return f"it is for at least {FEWEST_ROWS} rows, and x has {rows}"
-    capability = _platform.compute_capability()
-    if capability is None:
-        return _platform.why_not_gpu()
-    if capability[0] != 9:
-        return f"it needs Hopper (compute capability 9.0); this GPU has {capability}"
-    if jax.device_count() > 1:
-        return "work on several devices is not split for it yet"
-    return _platform.miscompiles()
+    return _platform.why_not_hopper(one_device=True)
 
 
 def narrow_products(
@@ -96,7 +90,20 @@ def narrow_products(
     return product, gradient[:, :rank].T if rank_first else gradient[:, :rank]
 
 
-KERNELS = reference.Kernels(narrow_products, None)
+def puts_last(x: Array | jax.ShapeDtypeStruct) -> bool:
+    """Whether `put_last` is a kernel's for an x of whole columns, so that x may be what a kernel has just made."""
+    return x.shape[-1] % _MULTIPLE == 0 and _refuses_narrow(x) is None
+
+
+def put_last(whole: Float[Array, "*B I+C"], more: Float[Array, "*B C"]) -> Float[Array, "*B I+C"]:
+    """As reference.put_last, by the copy engine where it can."""
+    if not puts_last(whole) or more.shape[-1] % _MULTIPLE:
+        return reference.put_last(whole, more)
+    flat = (array.reshape(-1, array.shape[-1]) for array in (whole, more))
+    return write_edge(*flat, axis=1).reshape(whole.shape)
+
+
+KERNELS = reference.Kernels(narrow_products, put_last, None)
 
 
 def one_pass(

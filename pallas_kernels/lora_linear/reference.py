@@ -9,7 +9,7 @@ mosaic_gpu.py one pass.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -80,19 +80,26 @@ def narrow_products(
     return product, _f32_product(*(("...r,...n->rn", low, x) if rank_first else ("...n,...r->nr", x, low)))
 
 
+def put_last(whole: Float[Array, "*B I+C"], more: Float[Array, "*B C"]) -> Float[Array, "*B I+C"]:
+    """Return `whole` with `more` as its last columns, in place where nothing else reads `whole`."""
+    return jax.lax.dynamic_update_slice_in_dim(whole, more, whole.shape[-1] - more.shape[-1], axis=-1)
+
+
 class Kernels(NamedTuple):
     """What runs.
 
     Attributes:
         narrow: `narrow_products` of an implementation.
+        put_last: likewise.
         weights: the implementation that unpacks packed weights; None for the fastest that accepts them.
     """
 
     narrow: Narrow
+    put_last: Callable[[Array, Array], Array]
     weights: Implementation | None
 
 
-XLA = Kernels(narrow_products, "xla")
+XLA = Kernels(narrow_products, put_last, "xla")
 
 
 def drop(x: Float[Array, "*B I"], rate: float, key: Key[Array, ""] | None) -> Float[Array, "*B I"]:
@@ -125,24 +132,38 @@ class Kept(NamedTuple):
     low: Float[Array, "*B P"]
 
 
+def room(x: Array, layers: Sequence[Projection], weights: Implementation | None) -> int:
+    """Return how many columns behind x (*B, I or more) its joined products fill, 0 where operands are not joined."""
+    rows, width = math.prod(x.shape[:-1]), layers[0].w.shape[1]
+    outs = sum(layer.w.shape[0] for layer in layers)
+    if rows * width + sum(_copied(layer.w) for layer in layers) >= rows * outs:
+        return 0
+    if any(decodes_inside(x, layer.w, weights) for layer in layers):
+        return 0
+    ranks = sum(one.a.shape[0] for one in _adapters(layers))
+    return ranks + -ranks % ROOM
+
+
 def forward(
-    x: Float[Array, "*B I"], layers: Sequence[Projection], rate: float, keys: Keys, kernels: Kernels = XLA
+    x: Float[Array, "*B I"] | Float[Array, "*B I+"],
+    layers: Sequence[Projection],
+    rate: float,
+    keys: Keys,
+    kernels: Kernels = XLA,
 ) -> tuple[tuple[Array, ...], Kept]:
     """Return each layer's product, and what the backward needs.
 
     That is every `scale * drop(x) @ a.T` side by side in x.dtype, padded to ALIGNMENT, and x. Where operands are
-    joined, x is written with room for the low products behind it, which go there afterwards, so that it is not copied.
+    joined, the low products go behind x: into the columns that it has there already, whatever they hold, or x is
+    written with `room` for them first, which costs nothing where whatever makes x can do so.
     """
-    adapters, width = _adapters(layers), x.shape[-1]
+    adapters, width = _adapters(layers), layers[0].w.shape[1]
     ups = {one.layer: one for one in adapters}
-    rows, outs = math.prod(x.shape[:-1]), sum(layer.w.shape[0] for layer in layers)
-    join_them = rows * width + sum(_copied(layer.w) for layer in layers) < rows * outs
-    join_them &= not any(decodes_inside(x, layer.w, kernels.weights) for layer in layers)
-    ranks = sum(one.a.shape[0] for one in adapters)
-    wide = _pad_last(x, ranks + -ranks % ROOM) if join_them else x
-    low = checkpoint_name(_low_products(x, wide, adapters, rate, keys, kernels.narrow), LOW_NAME)
-    if join_them:
-        wide = jax.lax.dynamic_update_slice_in_dim(wide, low, width, axis=-1)
+    more = room(x, layers, kernels.weights)
+    wide = _pad_last(x, width + more - x.shape[-1])
+    low = checkpoint_name(_low_products(wide, width, adapters, rate, keys, kernels.narrow), LOW_NAME)
+    if more:
+        wide = kernels.put_last(wide, _pad_last(low, more - low.shape[-1]))
         ws = (_join_up(layer.w, ups.get(i), wide, kernels) for i, layer in enumerate(layers))
         return tuple(jnp.einsum("...i,oi->...o", wide, w) for w in ws), Kept(wide, low)
     ys = []
@@ -227,13 +248,14 @@ def _adapters(layers: Sequence[Projection]) -> list[Adapter]:
 
 
 def _low_products(
-    x: Array, wide: Array, adapters: Sequence[Adapter], rate: float, keys: Keys, narrow: Narrow
+    wide: Array, width: int, adapters: Sequence[Adapter], rate: float, keys: Keys, narrow: Narrow
 ) -> Float[Array, "*B P"]:
-    """`scale * drop(x) @ a.T` of all adapters; `wide` has x in its first columns."""
+    """`scale * drop(x) @ a.T` of all adapters; x is the first `width` columns of `wide`."""
+    x = wide[..., :width]
     downs = [one.a.astype(x.dtype) for one in adapters]
     scales = jnp.concatenate([jnp.full(one.a.shape[0], one.scale) for one in adapters])
     if keys is None:
-        low = narrow(wide, jnp.concatenate(downs), None, width=x.shape[-1])[0]
+        low = narrow(wide, jnp.concatenate(downs), None, width=width)[0]
     else:
         inputs = [drop(x, rate, keys[one.layer]) for one in adapters]
         low = jnp.concatenate([narrow(*each, None)[0] for each in zip(inputs, downs)], axis=-1)

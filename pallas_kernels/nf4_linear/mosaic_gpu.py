@@ -64,14 +64,7 @@ def refuses(
         return f"the rows of a weight of width {shape[1]} must be a multiple of {rows}, and are {shape[0]}"
     if double and layers > 1 and math.prod(shape) % (BLOCK * NESTED_BLOCK):
         return f"stacked weights must have a multiple of {BLOCK * NESTED_BLOCK} elements, and have shape {shape}"
-    capability = _platform.compute_capability()
-    if capability is None:
-        return _platform.why_not_gpu()
-    if capability[0] != 9:
-        return f"it needs Hopper (compute capability 9.0); this GPU has {capability}"
-    if jax.device_count() > 1:
-        return f"it runs on one device, as XLA cannot split its work, and there are {jax.device_count()}"
-    return _platform.miscompiles()
+    return _platform.why_not_hopper(one_device=True)
 
 
 def tile_shape(shape: tuple[int, int]) -> tuple[int, int]:

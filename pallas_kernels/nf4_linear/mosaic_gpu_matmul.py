@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import _platform
+from pallas_kernels._hopper import launch
 from pallas_kernels.nf4_linear.mosaic_gpu_decode import (
     BLOCK,
     TILE,
@@ -208,9 +209,6 @@ def multiply(x, codes, absmax, nested_absmax, offset, extra=None, *, shape, tran
 
             lax.fori_loop(jnp.maximum(turns - stages // DECODERS, 0), turns, drain, None)
 
-    def entry(*refs):
-        pl.run_scoped(lambda *scratch: kernel(refs, scratch), *scratch_types, collective_axes="warpgroup")
-
     scratch_types = (
         _swizzled((stages, tiles.rows, DEPTH), dtype),
         _swizzled((stages, weight_rows, weight_columns), dtype),
@@ -218,15 +216,10 @@ def multiply(x, codes, absmax, nested_absmax, offset, extra=None, *, shape, tran
         plgpu.Barrier(num_arrivals=2, num_barriers=stages),  # x's tile, and the weight's
         plgpu.Barrier(num_arrivals=MULTIPLIERS, num_barriers=stages),
     )
-    run = plgpu.kernel(
-        entry,
-        out_type=jax.ShapeDtypeStruct((rows, width), dtype),
-        grid=(blocks,),
-        grid_names=("blocks",),
-        num_threads=MULTIPLIERS + DECODERS,
-        thread_name="warpgroup",
-    )
-    return run(x, codes.reshape(shape[0], shape[1] // 2), *kernel_scales(absmax, nested_absmax, offset), *(extra or ()))
+    weight = codes.reshape(shape[0], shape[1] // 2), *kernel_scales(absmax, nested_absmax, offset)
+    out = jax.ShapeDtypeStruct((rows, width), dtype)
+    grid, warpgroups = {"blocks": blocks}, MULTIPLIERS + DECODERS
+    return launch(kernel, scratch_types, x, *weight, *(extra or ()), out_type=out, grid=grid, warpgroups=warpgroups)
 
 
 def _swizzled(shape: tuple[int, ...], dtype):

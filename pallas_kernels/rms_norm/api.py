@@ -1,15 +1,17 @@
 """Public RMSNorm: argument checks and the gradient's wiring."""
 
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import Implementation, _dispatch
-from pallas_kernels.rms_norm import reference
+from pallas_kernels.rms_norm import mosaic_gpu, reference
 
-_REFUSALS: _dispatch.Refusals = {"xla": None}
+_FORWARD = {"mosaic_gpu": mosaic_gpu.forward, "xla": reference.forward}
+_BACKWARD = {"mosaic_gpu": mosaic_gpu.backward, "xla": reference.backward}
 
 
 def rms_norm(
@@ -17,8 +19,9 @@ def rms_norm(
     scale: Float[Array, " D"],
     *,
     eps: float = 1e-6,
+    room: int = 0,
     implementation: Implementation | None = None,
-) -> Float[Array, "*B D"]:
+) -> Float[Array, "*B D+room"]:
     """Root-mean-square normalisation over the last axis.
 
     `x * rsqrt(mean(x**2) + eps) * scale`, computed in f32, returned in x.dtype. The backward pass keeps x and one
@@ -28,41 +31,97 @@ def rms_norm(
         x: f32, bf16 or f16, any leading axes.
         scale: same width as x; any float dtype.
         eps: added to the mean square.
-        implementation: "xla", or None for the fastest that accepts x on this device.
+        room: columns to leave behind the result, so that who puts something there need not copy it. What they hold
+            is undefined: write them before they are read.
+        implementation: "mosaic_gpu", "xla", or None for the fastest that accepts x on this device.
 
     Returns:
-        The normalised x, in x's shape and dtype.
+        The normalised x in the first D columns, in x.dtype.
 
     Raises:
-        ValueError: scale's width differs from x's, or one of them is not floating-point.
-        NotImplementedError: the named implementation does not exist for this operation.
+        ValueError: scale's width differs from x's, one of them is not floating-point, or room is negative.
+        NotImplementedError: the named implementation refuses these arguments or does not exist for this operation.
     """
+    return _rms_norm(_plan(x, scale, eps, room, implementation), x, scale)
+
+
+def rms_norm_residual(
+    x: Float[Array, "*B D"],
+    scale: Float[Array, " D"],
+    *,
+    eps: float = 1e-6,
+    room: int = 0,
+    implementation: Implementation | None = None,
+) -> tuple[Float[Array, "*B D"], Float[Array, "*B D+room"]]:
+    """x itself and `rms_norm` of it, for a residual stream: x's gradients by both ways are added in the backward pass.
+
+    Args and Raises as rms_norm.
+
+    Returns:
+        x, to be used in its place from here on, and the normalised x.
+    """
+    return _rms_norm_residual(_plan(x, scale, eps, room, implementation), x, scale)
+
+
+def explain(width: int = mosaic_gpu.MULTIPLE, rows: int = 8192) -> str:
+    """Say which implementation runs for so many bf16 rows of this width, and why."""
+    return _dispatch.explain("rms_norm", _refusals(jax.ShapeDtypeStruct((rows, width), jnp.bfloat16), 0))
+
+
+class _Plan(NamedTuple):
+    """What is not differentiated."""
+
+    eps: float
+    room: int
+    chosen: Implementation
+
+
+def _plan(x: Array, scale: Array, eps: float, room: int, implementation: Implementation | None) -> _Plan:
     if x.ndim < 1 or scale.shape != x.shape[-1:]:
         raise ValueError(f"rms_norm: scale must have the width of x; scale is {scale.shape} and x is {x.shape}")
     if not (jnp.issubdtype(x.dtype, jnp.floating) and jnp.issubdtype(scale.dtype, jnp.floating)):
         raise ValueError(f"rms_norm: x and scale must be floating-point; x is {x.dtype} and scale is {scale.dtype}")
-    _dispatch.choose("rms_norm", implementation, _REFUSALS)
-    return _rms_norm(eps, x, scale)
+    if room < 0:
+        raise ValueError(f"rms_norm: room must not be negative; got {room}")
+    return _Plan(eps, room, _dispatch.choose("rms_norm", implementation, _refusals(x, room)))
 
 
-def explain() -> str:
-    """Say which implementation runs."""
-    return _dispatch.explain("rms_norm", _REFUSALS)
+def _refusals(x: Array | jax.ShapeDtypeStruct, room: int) -> _dispatch.Refusals:
+    return {"mosaic_gpu": mosaic_gpu.refuses(x, room), "xla": None}
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _rms_norm(eps: float, x: Array, scale: Array) -> Array:
-    return reference.forward(x, scale, eps)[0]
+def _rms_norm(plan: _Plan, x: Array, scale: Array) -> Array:
+    return _FORWARD[plan.chosen](x, scale, plan.eps, plan.room)[0]
 
 
-def _rms_norm_fwd(eps: float, x: Array, scale: Array) -> tuple[Array, tuple[Array, Array, Array]]:
-    y, rrms = reference.forward(x, scale, eps)
+def _rms_norm_fwd(plan: _Plan, x: Array, scale: Array) -> tuple[Array, tuple[Array, Array, Array]]:
+    y, rrms = _FORWARD[plan.chosen](x, scale, plan.eps, plan.room)
     return y, (x, scale, rrms)
 
 
-def _rms_norm_bwd(eps: float, residuals: tuple[Array, Array, Array], dy: Array) -> tuple[Array, Array]:
-    del eps
-    return reference.backward(*residuals, dy)
+def _rms_norm_bwd(plan: _Plan, residuals: tuple[Array, Array, Array], dy: Array) -> tuple[Array, Array]:
+    return _BACKWARD[plan.chosen](*residuals, dy[..., : residuals[0].shape[-1]])
 
 
 _rms_norm.defvjp(_rms_norm_fwd, _rms_norm_bwd)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _rms_norm_residual(plan: _Plan, x: Array, scale: Array) -> tuple[Array, Array]:
+    return x, _rms_norm(plan, x, scale)
+
+
+def _residual_fwd(plan: _Plan, x: Array, scale: Array) -> tuple[tuple[Array, Array], tuple[Array, Array, Array]]:
+    y, residuals = _rms_norm_fwd(plan, x, scale)
+    return (x, y), residuals
+
+
+def _residual_bwd(
+    plan: _Plan, residuals: tuple[Array, Array, Array], cotangents: tuple[Array, Array]
+) -> tuple[Array, Array]:
+    dresidual, dy = cotangents
+    return _BACKWARD[plan.chosen](*residuals, dy[..., : residuals[0].shape[-1]], dresidual)
+
+
+_rms_norm_residual.defvjp(_residual_fwd, _residual_bwd)

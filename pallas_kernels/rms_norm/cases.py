@@ -9,20 +9,22 @@ from pallas_kernels._case import Case, Peer
 METRIC = "gbps"
 
 
-def _case(name: str, rows: int, width: int) -> Case:
+def _case(name: str, rows: int, width: int, *, frozen: bool = False) -> Case:
     def args(key: Array) -> tuple[tuple[Array, ...], dict[str, object]]:
         x_key, scale_key = jax.random.split(key)
         x = jax.random.normal(x_key, (rows, width), jnp.bfloat16)
         return (x, 1 + 0.1 * jax.random.normal(scale_key, (width,), jnp.float32)), {"eps": 1e-5}
 
     size = 2 * rows * width
-    return Case(name, args, 4 * rows * width, 2 * size, 12 * rows * width, 5 * size, wrt=(0, 1))
+    wrt = (0,) if frozen else (0, 1)
+    return Case(name, args, 4 * rows * width, 2 * size, 12 * rows * width, 5 * size, wrt=wrt)
 
 
 TINY = (_case("tiny-M6-D32", 6, 32), _case("tiny-M5-D127", 5, 127))
 
 CASES = (
     _case("M8192-D4096", 8192, 4096),
+    _case("M8192-D4096-frozen", 8192, 4096, frozen=True),
     _case("M16384-D4096", 16384, 4096),
     _case("M16384-D896", 16384, 896),
     _case("M131072-D128", 131072, 128),

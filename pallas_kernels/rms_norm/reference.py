@@ -5,21 +5,29 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 
-def forward(x: Float[Array, "*B D"], scale: Float[Array, " D"], eps: float) -> tuple[Array, Float[Array, "*B 1"]]:
-    """Return the normalised x in x.dtype and the reciprocal root mean square in f32."""
+def forward(
+    x: Float[Array, "*B D"], scale: Float[Array, " D"], eps: float, room: int = 0
+) -> tuple[Float[Array, "*B D+room"], Float[Array, "*B 1"]]:
+    """Return the normalised x in x.dtype with `room` zeros behind it, and the reciprocal root mean square in f32."""
     x_f32 = x.astype(jnp.float32)
     rrms = jax.lax.rsqrt(jnp.mean(x_f32 * x_f32, axis=-1, keepdims=True) + eps)
-    return (x_f32 * rrms * scale.astype(jnp.float32)).astype(x.dtype), rrms
+    y = (x_f32 * rrms * scale.astype(jnp.float32)).astype(x.dtype)
+    return jnp.pad(y, [(0, 0)] * (x.ndim - 1) + [(0, room)]) if room else y, rrms
 
 
-def backward(x: Array, scale: Array, rrms: Array, dy: Array) -> tuple[Array, Array]:
+def backward(x: Array, scale: Array, rrms: Array, dy: Array, dresidual: Array | None = None) -> tuple[Array, Array]:
     """Return the gradients of x and of scale, each in its own dtype, from the gradient of the output.
 
-    With n = x * rrms and g = dy * scale: dx = rrms * (g - n * mean(g * n)), dscale = sum over rows of dy * n.
+    With n = x * rrms and g = dy * scale: dx = rrms * (g - n * mean(g * n)), dscale = sum over rows of dy * n. What else
+    x's gradient consists of, `dresidual`, is added to the rounded dx, as differentiation of a sum does.
     """
     normed = x.astype(jnp.float32) * rrms
-    dy_f32 = dy.astype(jnp.float32)
-    dnormed = dy_f32 * scale.astype(jnp.float32)
-    dx = rrms * (dnormed - normed * jnp.mean(dnormed * normed, axis=-1, keepdims=True))
-    dscale = jnp.sum(dy_f32 * normed, axis=tuple(range(x.ndim - 1)))
-    return dx.astype(x.dtype), dscale.astype(scale.dtype)
+    dnormed = dy.astype(jnp.float32) * scale.astype(jnp.float32)
+    dx = (rrms * (dnormed - normed * jnp.mean(dnormed * normed, axis=-1, keepdims=True))).astype(x.dtype)
+    return dx if dresidual is None else dx + dresidual, backward_scale(x, scale, rrms, dy)
+
+
+def backward_scale(x: Array, scale: Array, rrms: Array, dy: Array) -> Array:
+    """Return the second of `backward`, whose sum over rows is in f32."""
+    normed = x.astype(jnp.float32) * rrms
+    return jnp.sum(dy.astype(jnp.float32) * normed, axis=tuple(range(x.ndim - 1))).astype(scale.dtype)

@@ -27,14 +27,7 @@ def refuses(gate: Array | jax.ShapeDtypeStruct, activation: Activation) -> str |
         return f"the number of elements must be a multiple of {TILE} below 2**31, and is {gate.size}"
     if activation == "gelu":
         return "the error function of the exact GELU has no instruction there"
-    capability = _platform.compute_capability()
-    if capability is None:
-        return _platform.why_not_gpu()
-    if capability[0] != 9:
-        return f"it needs Hopper (compute capability 9.0); this GPU has {capability}"
-    if jax.device_count() > 1:
-        return "work on several devices is not split for it yet"
-    return _platform.miscompiles()
+    return _platform.why_not_hopper(one_device=True)
 
 
 def backward(gate: Array, up: Array, dy: Array, activation: Activation) -> tuple[Array, Array]:

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import _platform
-from pallas_kernels.rms_norm import rms_norm
+from pallas_kernels.rms_norm import mosaic_gpu as norm_kernel
+from pallas_kernels.rms_norm import rms_norm, rms_norm_residual
 from pallas_kernels.rope import rope
 from pallas_kernels.swiglu import mosaic_gpu as swiglu_kernel
 from pallas_kernels.swiglu import reference as swiglu_reference
@@ -66,6 +67,14 @@ def test_rms_norm_keeps_x_and_a_number_a_row(normal: Callable) -> None:
 def test_rms_norm_large_values_do_not_overflow() -> None:
     x = jnp.full((1, 64), 3e4, jnp.float16)  # its square is beyond float16
     np.testing.assert_array_equal(rms_norm(x, jnp.ones(64)), jnp.ones((1, 64), jnp.float16))
+
+
+def test_residual_norm_adds_both_gradients(normal: Callable, out_and_grads: Callable) -> None:
+    x, scale, dx, dy = normal(14, (5, 129), (129,), (5, 129), (5, 133))
+    got = out_and_grads(partial(rms_norm_residual, eps=1e-3, room=4), (x, scale), (dx, dy))
+    y, (dx_of_y, dscale) = norm_oracle(x, scale, dy[:, :129], 1e-3)
+    zeros = np.zeros((5, 4))
+    assert_f32_close(got, ((x, np.concatenate([y, zeros], 1)), (dx_of_y + np.asarray(dx, np.float64), dscale)))
 
 
 @pytest.mark.parametrize("passed", [0, 2])
@@ -168,6 +177,7 @@ Q, K, TABLE = (2, 3, 4, 8), (2, 3, 2, 8), (2, 3, 4)
     [
         (lambda z: rms_norm(z((3, 8)), z((7,))), r"scale is \(7,\) and x is \(3, 8\)"),
         (lambda z: rms_norm(z((3, 8), "int32"), z((8,))), "x is int32 and scale is float32"),
+        (lambda z: rms_norm(z((3, 8)), z((8,)), room=-1), "got -1"),
         (lambda z: swiglu(z((3, 8)), z((3, 7))), r"gate is float32\(3, 8\) and up is float32\(3, 7\)"),
         (lambda z: swiglu(z((3,)), z((3,), "bfloat16")), r"up is bfloat16\(3,\)"),
         (lambda z: swiglu(z((3,)), z((3,)), activation="relu"), "must be one of silu, gelu, gelu_tanh; got 'relu'"),
@@ -206,3 +216,63 @@ def test_swiglu_backward_lowers_for_the_gpu_and_says_what_it_refuses(monkeypatch
     ):
         with pytest.raises(NotImplementedError, match=reason):
             swiglu(*[jnp.ones(shape, dtype)] * 2, activation=activation, implementation="mosaic_gpu")
+
+
+# one row a block; several, which 5 rows do not share out; room behind; a scale in 32 and in 16 bits
+@pytest.mark.parametrize(
+    ("shape", "room", "dtype", "scale_dtype"),
+    [
+        ((2, 3, 1024), 0, jnp.bfloat16, jnp.float32),
+        ((8, 1024), 64, jnp.float16, jnp.float16),
+        ((5, 2048), 8, jnp.bfloat16, jnp.bfloat16),
+        ((3, 5120), 64, jnp.bfloat16, jnp.bfloat16),
+    ],
+)
+def test_interpreted_norm(
+    shape: tuple[int, ...],
+    room: int,
+    dtype: jnp.dtype,
+    scale_dtype: jnp.dtype,
+    normal: Callable,
+    no_worse_than_dense: Callable,
+    capfd: pytest.CaptureFixture,
+) -> None:
+    x, dy, dresidual = normal(15, shape, shape, shape, dtype=dtype)
+    scale = 1 + normal(16, shape[-1:])[0].astype(scale_dtype) / 4
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+        y, rrms = norm_kernel.forward(x, scale, 1e-3, room)
+        dx, dscale = norm_kernel.backward(x, scale, rrms, dy)
+        dx_and_residual, _ = norm_kernel.backward(x, scale, rrms, dy, dresidual)
+    assert "RACE" not in capfd.readouterr().out
+    assert (y.shape, rrms.shape) == ((*shape[:-1], shape[-1] + room), (*shape[:-1], 1))
+    truth_y, (truth_dx, truth_dscale) = norm_oracle(x, scale, dy, 1e-3)
+    truth_sum = truth_dx + np.asarray(dresidual, np.float64)
+    got = (y[..., : shape[-1]], dx, dx_and_residual)
+    truth = (truth_y, truth_dx, truth_sum)
+    # the truth rounded once is as near as the dtype comes; the bar leaves half of that error to the arithmetic in f32
+    no_worse_than_dense(got, [jnp.asarray(exact, jnp.float32).astype(dtype) for exact in truth], truth)
+    root = np.sqrt((np.asarray(x, np.float64) ** 2).mean(-1) + 1e-3)
+    np.testing.assert_allclose(np.asarray(rrms)[..., 0], 1 / root, rtol=1e-6)  # some ulps of f32
+    # summed in f32 and rounded to the scale's dtype, 2^-9 in the worst
+    np.testing.assert_allclose(np.asarray(dscale, np.float64), truth_dscale, rtol=2**-8, atol=1e-4)
+
+
+def test_norm_lowers_for_the_gpu_and_says_what_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_platform, "compute_capability", lambda: (9, 0))
+    x, scale = jax.ShapeDtypeStruct((2, 515, 2048), jnp.bfloat16), jax.ShapeDtypeStruct((2048,), jnp.float32)
+
+    def loss(x: jax.Array, scale: jax.Array) -> jax.Array:
+        x, y = rms_norm_residual(x, scale, room=64)
+        return x.astype(jnp.float32).sum() + y[..., :2048].astype(jnp.float32).sum()
+
+    text = jax.jit(jax.grad(loss)).trace(x, scale).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 2  # no kernel for the scale's gradient, which nobody wants here
+    for shape, dtype, room, reason in (
+        ((5, 2047), jnp.bfloat16, 0, "multiple of 1024 of at most 8192, and is 2047"),
+        ((5, 9216), jnp.bfloat16, 0, "multiple of 1024 of at most 8192, and is 9216"),
+        ((5, 1024), jnp.float32, 0, "it needs bfloat16"),
+        ((5, 1024), jnp.bfloat16, 3, "room must be a multiple of 8, and is 3"),
+        ((1023, 1024), jnp.bfloat16, 0, "at least 1024 rows, and x has 1023"),
+    ):
+        with pytest.raises(NotImplementedError, match=reason):
+            rms_norm(jnp.ones(shape, dtype), jnp.ones(shape[-1]), room=room, implementation="mosaic_gpu")

@@ -214,11 +214,13 @@ def test_refusals(change, message):
         flash_attention(q, q, q, segment_ids=ids, kv_segment_ids=ids, implementation="mosaic_gpu")
 
 
-def test_hopper_picks_ours_for_packed_rows_and_cudnn_for_others(monkeypatch):
-    q = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.bfloat16)
+def test_hopper_picks_ours_for_packed_rows_and_short_wide_ones_and_cudnn_for_others(monkeypatch):
+    shapes = ((1, 256, 2, 64), (1, 256, 2, 128), (1, 4096, 2, 128))
+    q, wide, long = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
     monkeypatch.setattr("pallas_kernels._platform.compute_capability", lambda: (9, 0))
     assert explain(q, q, packed=True) == "flash_attention: mosaic_gpu"
-    assert explain(q, q) == "flash_attention: cudnn"
+    assert explain(q, q) == explain(long, long) == "flash_attention: cudnn"
+    assert explain(wide, wide) == "flash_attention: mosaic_gpu"
     monkeypatch.setattr("pallas_kernels._platform.compute_capability", lambda: (8, 0))
     assert explain(q, q, packed=True).startswith("flash_attention: cudnn (mosaic_gpu refuses: it needs Hopper")
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import _platform
-from pallas_kernels.lora_linear import explain, lora_linear
-from pallas_kernels.lora_linear.mosaic_gpu import NarrowTiles, narrow_products, one_pass
+from pallas_kernels.lora_linear import Projection, explain, lora_linear, lora_linears, reference, room
+from pallas_kernels.lora_linear.mosaic_gpu import NarrowTiles, narrow_products, one_pass, put_last
 
 SMALL = NarrowTiles(columns=64, blocks=4, staged=True)
 
@@ -69,6 +69,56 @@ def test_gradients_lower_for_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     lowered = jax.jit(jax.grad(loss, (0, 2, 3))).trace(x, w, a, b).lower(lowering_platforms=("cuda",))
     # The low product; then the gradient of b with that of the low product; then that of a.
     assert lowered.as_text().count("mosaic_gpu") >= 3
+
+
+def two_layers(width: int = 1024) -> list[Projection]:
+    rng = np.random.default_rng(1)
+
+    def draw(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.standard_normal(shape) * width**-0.5, jnp.float32)
+
+    scale = jnp.float32(0.5)
+    return [Projection(draw(2048, width), draw(r, width), draw(2048, r), scale) for r in (12, 4)]
+
+
+def test_room_behind_x_may_hold_anything() -> None:
+    layers = two_layers()
+    x = jnp.asarray(np.random.default_rng(2).standard_normal((2, 1024, 1024)), jnp.bfloat16)
+    assert reference.room(x, layers, "xla") == 64  # of ranks of 16
+    wide = jnp.pad(x, ((0, 0), (0, 0), (0, 64)), constant_values=jnp.nan)
+    want, kept = reference.forward(x, layers, 0.0, None)
+    got, kept_of_wide = reference.forward(wide, layers, 0.0, None)
+    for ours, plain in zip(jax.tree.leaves((got, kept_of_wide)), jax.tree.leaves((want, kept)), strict=True):
+        np.testing.assert_array_equal(ours, plain)  # the same operations on the same numbers
+
+
+def test_low_products_go_behind_x_in_place(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture) -> None:
+    monkeypatch.setattr(_platform, "compute_capability", lambda: (9, 0))
+    rng = np.random.default_rng(3)
+    whole, more = (jnp.asarray(rng.standard_normal((2, 512, n)), jnp.bfloat16) for n in (192, 64))
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+        got = put_last(whole, more)
+    assert "RACE" not in capfd.readouterr().out
+    np.testing.assert_array_equal(got, jnp.concatenate([whole[..., :128], more], axis=-1))
+
+
+def test_room_lowers_for_the_gpu_without_a_copy_of_x(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers, x = two_layers(), jax.ShapeDtypeStruct((2, 1024, 1024), jnp.bfloat16)
+    assert room(x, layers) == 0  # here XLA does all of it in one operation
+    monkeypatch.setattr(_platform, "compute_capability", lambda: (9, 0))
+    assert room(x, layers) == 64
+    assert room(jax.ShapeDtypeStruct((2, 8, 1024), jnp.bfloat16), layers) == 0
+
+    def loss(x: jax.Array) -> jax.Array:
+        return sum(y.astype(jnp.float32).sum() for y in lora_linears(x, layers))
+
+    wide = jax.ShapeDtypeStruct((2, 1024, 1088), jnp.bfloat16)
+    assert jax.eval_shape(jax.grad(loss), wide) == wide
+    text = jax.jit(loss).trace(wide).lower(lowering_platforms=("cuda",)).as_text()
+    assert "stablehlo.pad" not in "".join(line for line in text.splitlines() if "2x1024x1024" in line)
+    assert "dynamic_update_slice" not in text  # which fails on what a kernel made
+    with pytest.raises(ValueError, match=r"of width 1024 \(or 1088, with room behind\) to meet w; got .*2048, 1080"):
+        lora_linears(jnp.ones((2048, 1080), jnp.bfloat16), layers)
 
 
 def test_refusals_name_their_reason(monkeypatch: pytest.MonkeyPatch) -> None:

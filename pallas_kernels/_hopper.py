@@ -1,0 +1,75 @@
+"""What the Hopper kernels share: who runs, layouts of tiles in shared memory, and launching."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+WARPGROUPS = 2  # that compute; one more feeds them
+
+
+def swizzled(width: int, dtype=jnp.bfloat16) -> tuple[plgpu.TilingTransform, plgpu.SwizzleTransform]:
+    """Shared-memory layout of a tile whose rows have `width` elements: the widest swizzle that divides them."""
+    size = jnp.dtype(dtype).itemsize
+    swizzle = next(span for span in (128, 64, 32) if width * size % span == 0)
+    return plgpu.TilingTransform((8, swizzle // size)), plgpu.SwizzleTransform(swizzle)
+
+
+def filled(shape: tuple[int, ...], value):
+    """A tile of one number in the layout of the tensor cores' results; of one axis: a value for each of its rows."""
+    layout = plgpu.Layout.WGMMA if len(shape) == 2 else plgpu.Layout.WGMMA.reduce(1)
+    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+
+def drain(visits, stages: int, *free) -> None:
+    """Waits until the last slots are free, so that no barrier is left with an arrival that nobody saw."""
+
+    def wait(visit, _):
+        for barrier in free:
+            plgpu.barrier_wait(barrier.at[lax.rem(visit, jnp.int32(stages))])
+
+    lax.fori_loop(jnp.maximum(visits - stages, 0), visits, wait, None)
+
+
+def launch(
+    kernel,
+    scratch_types,
+    *args,
+    out_type,
+    grid: Mapping[str, int],
+    warpgroups: int = WARPGROUPS + 1,
+    cluster: Mapping[str, int] | None = None,
+):
+    """Runs `kernel(refs, scratch)` with so many warpgroups on a grid of named axes, in clusters of named axes."""
+    shape = _shape(grid, warpgroups, cluster or {})
+    return plgpu.kernel(_entry(kernel, scratch_types), out_type=out_type, compiler_params=_FAST, **shape)(*args)
+
+
+def launch_in_place(kernel, scratch_types, *args, out: tuple, grid: Mapping[str, int]):
+    """As `launch`, for outputs that the kernel adds to: `out` holds their first values."""
+
+    def run(refs):
+        mesh = plgpu.Mesh(**_shape(grid, WARPGROUPS + 1, {}))
+        pl.kernel(_entry(kernel, scratch_types), mesh=mesh, compiler_params=_FAST)(*refs)
+
+    return pl.run_state(run)((*args, *out))[len(args) :]
+
+
+_FAST = plgpu.CompilerParams(approx_math=True)
+
+
+def _entry(kernel, scratch_types):
+    def entry(*refs):
+        pl.run_scoped(lambda *scratch: kernel(refs, scratch), *scratch_types, collective_axes="warpgroup")
+
+    return entry
+
+
+def _shape(grid: Mapping[str, int], warpgroups: int, cluster: Mapping[str, int]) -> dict[str, Any]:
+    shape: dict[str, Any] = {"grid": tuple(grid.values()), "grid_names": tuple(grid)}
+    if cluster:
+        shape |= {"cluster": tuple(cluster.values()), "cluster_names": tuple(cluster)}
+    return shape | {"num_threads": warpgroups, "thread_name": "warpgroup"}
