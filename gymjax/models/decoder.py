@@ -208,7 +208,7 @@ class Decoder(nnx.Module):
 def _scan_stack(run, blocks: nnx.List, x_BTD: Array, kv, key: jax.Array | None, remat: str):
     """Scans `run` over the repetitions of a stack; the cache travels in the carry, so that it is updated in place."""
     graphdef, trained, state = nnx.split(blocks, Trained, ...)
-    repeats = jax.tree.leaves(state)[0].shape[0]
+    repeats = jax.tree.leaves((trained, state))[0].shape[0]
     keys = None if key is None else jax.random.split(key, repeats)
     rest = (state, jnp.arange(repeats), keys)
 

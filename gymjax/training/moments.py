@@ -72,8 +72,8 @@ def _group(work: Workload, stack: Stack, remat: str) -> int:
     widest = max(_backward_elements(work, kind, remat) for kind in stack.pattern)
     if remat != "none":
         more = sum(_forward_elements(work, kind, remat) for kind in stack.pattern[1:])
-    if remat == "offload":  # the next group's input, on its way
-        more += work.tokens * work.cfg.width
+    if remat == "offload":  # the next group's input, fetched ahead, where it arrives, and where it waits to be read
+        more += 3 * work.tokens * work.cfg.width
     return item * (widest + more)
 
 

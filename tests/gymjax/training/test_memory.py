@@ -91,7 +91,7 @@ def test_what_each_name_keeps(make_model):
         assert kept_bytes(work, name) - nothing == tokens * width
     # Sizes of names add up, which is how "auto" looks at sets of them. (On the CPU no kernel names attention's output.)
     assert kept_bytes(work, "selective") - nothing == tokens * sum(widths.values())
-    assert kept_bytes(work, "offload") == nothing
+    assert kept_bytes(work, "offload") <= nothing  # without the adapters' low products, which others always keep
     assert kept_bytes(work, "none") > kept_bytes(work, "selective")
 
 
@@ -99,8 +99,8 @@ def test_offloaded_inputs_leave_the_device(make_model):
     work, _ = work_of(make_model)
     full, offload = predict(work, "full"), predict(work, "offload")
     assert offload.offloaded == full.inputs
-    in_flight = ROWS * LENGTH * SHAPE["width"] * 4
-    assert full.peak - offload.peak <= full.inputs
+    in_flight = 3 * ROWS * LENGTH * SHAPE["width"] * 4
+    assert full.peak - offload.peak <= full.inputs + full.kept - offload.kept
     assert offload.layer == full.layer + in_flight
 
 
