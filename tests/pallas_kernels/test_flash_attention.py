@@ -279,7 +279,7 @@ def test_cudnn_needs_hopper_for_wide_heads(monkeypatch: pytest.MonkeyPatch) -> N
         "flash_attention: xla (cudnn refuses: head width 160 needs compute capability (9, 0); this GPU has (8, 0); "
         "mosaic_gpu refuses: the head width must be one of (64, 96, 128, 256), and is 160)"
     )
-    assert explain(narrow, narrow) == "flash_attention: cudnn"
+    assert explain(narrow, narrow).startswith("flash_attention: cudnn")
     assert "can leave a query without a key" in explain(narrow, narrow, own_ids=True)
 
 

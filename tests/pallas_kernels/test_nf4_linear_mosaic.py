@@ -199,9 +199,8 @@ def test_layers_with_adapters_decode_inside_their_products_or_beside_the_adapter
 
     few, many = (lowered(gradient, jnp.ones((rows, 256), jnp.bfloat16)) for rows in (2048, 4096))
     assert few.count("@mosaic_gpu_v2") == 5  # each weight in each direction, and the products with the adapter
-    assert many.count("@mosaic_gpu_v2") == 8  # and what is written beside two weights, and below one
-    assert "dynamic_update_slice" not in few  # nothing is written beside an adapter
-    assert "dynamic_update_slice" in many
+    assert many.count("@mosaic_gpu_v2") == 9  # and what is written beside two weights, below one, and behind x
+    assert "dynamic_update_slice" not in few + many  # by kernels too, as XLA's fails on what a kernel has just made
     assert lora_explain(ws) == "lora_linear: mosaic_gpu"
     assert lora_explain(ws, rows=8) == "lora_linear: mosaic_gpu"
     assert "at least 1024 rows, and x has 8" in lora_explain([jnp.ones((8, 8))], rows=8)
