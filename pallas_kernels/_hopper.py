@@ -1,8 +1,9 @@
-"""What the Hopper kernels share: who runs, layouts of tiles in shared memory, and launching."""
+"""What the Hopper kernels share: warpgroups, whole tiles and their layouts in shared memory, and launching."""
 
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -16,6 +17,12 @@ def swizzled(width: int, dtype=jnp.bfloat16) -> tuple[plgpu.TilingTransform, plg
     size = jnp.dtype(dtype).itemsize
     swizzle = next(span for span in (128, 64, 32) if width * size % span == 0)
     return plgpu.TilingTransform((8, swizzle // size)), plgpu.SwizzleTransform(swizzle)
+
+
+def padded(x: jax.Array, *multiples: int) -> jax.Array:
+    """Zeros behind the last element of each axis, up to a multiple."""
+    more = [(0, -size % multiple) for size, multiple in zip(x.shape, multiples, strict=True)]
+    return jnp.pad(x, more) if any(after for _, after in more) else x
 
 
 def filled(shape: tuple[int, ...], value):

@@ -164,8 +164,8 @@ def _metrics(
             return jax.vjp(of_one, args[position])[1](cotangent)  # the compiler drops the forward pass where it can
 
         try:
-            alone = jax.jit(gradient).lower(args, arrays, cotangent).compile()
-            rates[part] = flops / median_seconds(alone, args, arrays, cotangent) / 1e12
+            program = jax.jit(gradient).lower(args, arrays, cotangent).compile()
+            rates[part] = flops / median_seconds(program, args, arrays, cotangent) / 1e12
         except _FAILURES as error:
             print(f"{case.name} {part}: {error}", file=sys.stderr)
     return rates | {"peak_gib": _bytes(both) / 2**30}

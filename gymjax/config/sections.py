@@ -11,16 +11,8 @@ from typing import Any, Literal
 Schedule = Literal["linear", "cosine", "constant", "constant_with_warmup", "cosine_with_min_lr"]
 When = Literal["no", "steps", "epoch"]
 REMAT = ("full", "none", "selective", "offload", "auto")
-KEPT_NAMES = (
-    "q",
-    "k",
-    "v",
-    "attention",
-    "attention_lse",
-    "middle",
-    "gate",
-    "up",
-)  # what of a layer can be kept by name
+# What of a layer can be kept by name.
+KEPT_NAMES = ("q", "k", "v", "attention", "attention_lse", "middle", "gate", "up")
 
 
 @dataclass(frozen=True)
@@ -141,9 +133,8 @@ class TrainConfig:
     profile_steps: str | None = None  # "3-5" writes a JAX profile of these steps to output_dir/profile
     dp_size: int = -1  # data-parallel devices; -1 = all that fsdp_size leaves
     fsdp_size: int = 1  # devices that share one copy of the weights; -1 = all that dp_size leaves
-    compile_cache_dir: str | None = (
-        None  # ours: compiled steps are kept; None = ~/.cache/gymjax/compiled on GPUs; or none
-    )
+    # ours: compiled steps are kept; None = ~/.cache/gymjax/compiled on GPUs; or none
+    compile_cache_dir: str | None = None
     disable_tqdm: bool = False
 
     @property

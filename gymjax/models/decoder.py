@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from gymjax.config.sections import KEPT_NAMES
 from gymjax.models.block import Block
 from gymjax.models.decoder_config import DecoderConfig
 from gymjax.models.offload import scan_offloaded
@@ -27,7 +28,7 @@ from pallas_kernels.lora_linear import LOW_NAME
 SMALL_NAMES = (LOW_NAME,)  # kept whatever is recomputed: a hundredth of a layer's input
 # Attention's output and log-sum-exp get their names inside the kernels whose backward starts from them: named outside
 # too, the output would be kept twice.
-SAVED_NAMES = (*SMALL_NAMES, "q", "k", "v", "attention", "attention_lse", "middle", "gate", "up")
+SAVED_NAMES = (*SMALL_NAMES, *KEPT_NAMES)
 REMAT = ("none", "full", "selective", "offload")
 
 

@@ -86,7 +86,10 @@ def _piece_by_piece(one: Callable, whole: tuple[Array, Any, Any], axis: int, pie
 
     def body(i: Array, whole: tuple[Array, Any, Any]) -> tuple[Array, Any, Any]:
         piece = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, *start(i, x)), whole)
-        place = lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, start(i, x)[0], axis % x.ndim)  # noqa: E731
+
+        def place(x: Array, y: Array) -> Array:
+            return jax.lax.dynamic_update_slice_in_dim(x, y, start(i, x)[0], axis % x.ndim)
+
         return jax.tree.map(place, whole, one(*piece))
 
     return jax.lax.fori_loop(0, pieces, body, whole)

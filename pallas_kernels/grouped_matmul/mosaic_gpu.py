@@ -10,6 +10,7 @@ from jax.custom_batching import sequential_vmap
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import _platform
+from pallas_kernels._hopper import padded
 from pallas_kernels.grouped_matmul.mosaic_gpu_rows import DEPTH, Tiles, group_rows
 from pallas_kernels.grouped_matmul.mosaic_gpu_weights import ALIGNED, group_weights
 from pallas_kernels.grouped_matmul.mosaic_gpu_work import HALF
@@ -51,7 +52,7 @@ def backward_w(
     """Return the gradient of w, the sum of dy[m] x[m].T over each group's rows, summed in f32."""
     narrow = dtype if dtype in (jnp.bfloat16, jnp.float16, jnp.float32) else jnp.dtype(jnp.float32)
     width, height = x.shape[1], dy.shape[1]
-    x, dy = (_padded(array, (_row_count(len(array), ALIGNED), DEPTH)) for array in (x, dy))
+    x, dy = (padded(array, _row_count(len(array), ALIGNED), DEPTH) for array in (x, dy))
     kernel = functools.partial(group_weights, dtype=narrow, tiles=tiles_of(x.shape[1], staged))
     return sequential_vmap(kernel)(x, dy, sizes)[:, :height, :width].astype(dtype)
 
@@ -69,8 +70,8 @@ def tiles_of(width: int, staged: bool) -> Tiles:
 
 def _rows(x: Array, w: Array, sizes: Array, staged: bool, *, transposed: bool) -> Array:
     rows, width = x.shape[0], w.shape[1 if transposed else 2]
-    x = _padded(x, (_row_count(rows, 1), DEPTH))
-    w = _padded(w.astype(x.dtype), (1, DEPTH, DEPTH))
+    x = padded(x, _row_count(rows, 1), DEPTH)
+    w = padded(w.astype(x.dtype), 1, DEPTH, DEPTH)
     tiles = tiles_of(w.shape[1 if transposed else 2], staged)
     return sequential_vmap(functools.partial(group_rows, transposed=transposed, tiles=tiles))(x, w, sizes)[
         :rows, :width
@@ -80,9 +81,3 @@ def _rows(x: Array, w: Array, sizes: Array, staged: bool, *, transposed: bool) -
 def _row_count(rows: int, multiple: int) -> int:
     """What the rows must be a multiple of: at least HALF of them, as copies have fixed sizes."""
     return HALF if rows < HALF else multiple
-
-
-def _padded(x: Array, multiples: tuple[int, ...]) -> Array:
-    """Zeros behind the last element of each axis, up to a multiple."""
-    more = [(0, -size % multiple) for size, multiple in zip(x.shape, multiples, strict=True)]
-    return jnp.pad(x, more) if any(after for _, after in more) else x

@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt8
 
 from pallas_kernels import _platform
+from pallas_kernels._hopper import padded
 from pallas_kernels.nf4_linear.mosaic_gpu_decode import (
     BLOCK,
     TILE,
@@ -112,8 +113,8 @@ def fused(
         nested_absmax, offset = others or (None, None)
         rows = math.prod(x.shape[:-1])
         sizes = tiles or suitable_tiles(rows, out)
-        x_flat, *low_flat = (_pad(one.reshape(rows, -1), sizes.rows, DEPTH) for one in (x, *low))
-        both = None if up is None else (low_flat[0], _pad(up, *((DEPTH, 1) if transpose else (1, DEPTH))))
+        x_flat, *low_flat = (padded(one.reshape(rows, -1), sizes.rows, DEPTH) for one in (x, *low))
+        both = None if up is None else (low_flat[0], padded(up, *((DEPTH, 1) if transpose else (1, DEPTH))))
         y = multiply(
             *(x_flat, codes, absmax, nested_absmax, offset), shape=shape, transpose=transpose, extra=both, tiles=sizes
         )
@@ -128,11 +129,6 @@ def fused(
         return lax.map(lambda one: run(*one), each), True
 
     return run(*of_rows, *of_weight)
-
-
-def _pad(x: Array, *multiples: int) -> Array:
-    """Zeros after the last row and column, up to multiples."""
-    return jnp.pad(x, [(0, -size % multiple) for size, multiple in zip(x.shape, multiples, strict=True)])
 
 
 def dequantize(

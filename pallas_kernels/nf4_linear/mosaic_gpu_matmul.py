@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import _platform
-from pallas_kernels._hopper import launch
+from pallas_kernels._hopper import launch, swizzled
 from pallas_kernels.nf4_linear.mosaic_gpu_decode import (
     BLOCK,
     TILE,
@@ -209,10 +209,13 @@ def multiply(x, codes, absmax, nested_absmax, offset, extra=None, *, shape, tran
 
             lax.fori_loop(jnp.maximum(turns - stages // DECODERS, 0), turns, drain, None)
 
+    def tile(*shape: int):
+        return plgpu.SMEM(shape, dtype, transforms=swizzled(shape[-1], dtype))
+
     scratch_types = (
-        _swizzled((stages, tiles.rows, DEPTH), dtype),
-        _swizzled((stages, weight_rows, weight_columns), dtype),
-        _swizzled((MULTIPLIERS, 2, PIECE, PIECE), dtype),
+        tile(stages, tiles.rows, DEPTH),
+        tile(stages, weight_rows, weight_columns),
+        tile(MULTIPLIERS, 2, PIECE, PIECE),
         plgpu.Barrier(num_arrivals=2, num_barriers=stages),  # x's tile, and the weight's
         plgpu.Barrier(num_arrivals=MULTIPLIERS, num_barriers=stages),
     )
@@ -220,9 +223,3 @@ def multiply(x, codes, absmax, nested_absmax, offset, extra=None, *, shape, tran
     out = jax.ShapeDtypeStruct((rows, width), dtype)
     grid, warpgroups = {"blocks": blocks}, MULTIPLIERS + DECODERS
     return launch(kernel, scratch_types, x, *weight, *(extra or ()), out_type=out, grid=grid, warpgroups=warpgroups)
-
-
-def _swizzled(shape: tuple[int, ...], dtype):
-    """Tiles for the tensor cores: 8 rows of 128 bytes, swizzled."""
-    transforms = (plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(128))
-    return plgpu.SMEM(shape, dtype, transforms=transforms)

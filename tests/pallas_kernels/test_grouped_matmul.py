@@ -27,18 +27,6 @@ ROUTINGS = {
 }
 
 
-def oracle(x, w, sizes, dy):
-    """Products and gradients in f64, a group at a time."""
-    x, w, dy = (np.asarray(array, np.float64) for array in (x, w, dy))
-    y, dx, dw = np.zeros((len(x), w.shape[1])), np.zeros_like(x), np.zeros_like(w)
-    start = 0
-    for e, size in enumerate(sizes):
-        rows = slice(start, start + size)
-        y[rows], dx[rows], dw[e] = x[rows] @ w[e].T, dy[rows] @ w[e], dy[rows].T @ x[rows]
-        start += size
-    return y, dx, dw
-
-
 @functools.partial(jax.jit, static_argnums=4)
 def out_and_grads(x, w, sizes, dy, function):
     y, pull_back = jax.vjp(lambda x, w: function(x, w, sizes), x, w)
@@ -46,11 +34,11 @@ def out_and_grads(x, w, sizes, dy, function):
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
-def test_equals_the_loop_in_f64(routing, normal):
+def test_equals_the_loop_in_f64(routing, normal, grouped_oracle):
     rows, sizes = ROUTINGS[routing]
     x, w, dy = normal(0, (rows, D), (len(sizes), F, D), (rows, F))
     got = out_and_grads(x, w, jnp.asarray(sizes, jnp.int32), dy, grouped_matmul)
-    for ours, exact in zip(got, oracle(x, w, sizes, dy), strict=True):
+    for ours, exact in zip(got, grouped_oracle(x, w, sizes, dy), strict=True):
         # f32 sums of at most 587 products of unit size: some ulps of their root
         np.testing.assert_allclose(ours, exact, rtol=0, atol=2e-4 if rows > 1000 else 1e-5)
     used = sum(sizes)
@@ -59,12 +47,12 @@ def test_equals_the_loop_in_f64(routing, normal):
 
 
 @pytest.mark.parametrize("routing", ["ragged", "trailing"])
-def test_weights_that_are_not_transposed(routing, normal):
+def test_weights_that_are_not_transposed(routing, normal, grouped_oracle):
     rows, sizes = ROUTINGS[routing]
     x, w, dy = normal(5, (rows, D), (len(sizes), D, F), (rows, F))
     plain = functools.partial(grouped_matmul, transposed=False)
     y, dx, dw = out_and_grads(x, w, jnp.asarray(sizes, jnp.int32), dy, plain)
-    exact = oracle(x, w.swapaxes(1, 2), sizes, dy)
+    exact = grouped_oracle(x, w.swapaxes(1, 2), sizes, dy)
     for ours, truth in zip((y, dx, dw.swapaxes(1, 2)), exact, strict=True):
         np.testing.assert_allclose(ours, truth, rtol=0, atol=1e-5)  # some ulps of sums of at most 23 products
     with pytest.raises(ValueError, match=r"w \(E, D, F\); got"):
@@ -82,22 +70,22 @@ def test_what_no_group_owns_never_matters(normal):
         np.testing.assert_array_equal(ours, exact)
 
 
-def test_bf16_is_no_worse_than_dense(normal, no_worse_than_dense):
+def test_bf16_is_no_worse_than_dense(normal, no_worse_than_dense, grouped_oracle):
     rows, sizes = ROUTINGS["ragged"]
     x, w, dy = normal(2, (rows, D), (len(sizes), F, D), (rows, F), dtype=jnp.bfloat16)
     sizes = jnp.asarray(sizes, jnp.int32)
     ours = out_and_grads(x, w, sizes, dy, grouped_matmul)
     assert [array.dtype for array in ours] == [jnp.bfloat16] * 3
     dense = out_and_grads(x, w, sizes, dy, cases.PEERS["naive"].call)
-    no_worse_than_dense(ours, dense, oracle(x, w, np.asarray(sizes), dy))
+    no_worse_than_dense(ours, dense, grouped_oracle(x, w, np.asarray(sizes), dy))
 
 
-def test_f32_weights_get_f32_gradients_from_bf16_rows(normal):
+def test_f32_weights_get_f32_gradients_from_bf16_rows(normal, grouped_oracle):
     x, dy = normal(3, (20, D), (20, F), dtype=jnp.bfloat16)
     (w,) = normal(4, (3, F, D))
     y, dx, dw = out_and_grads(x, w, jnp.asarray([5, 0, 15], jnp.int32), dy, grouped_matmul)
     assert (y.dtype, dx.dtype, dw.dtype) == (jnp.bfloat16, jnp.bfloat16, jnp.float32)
-    exact = oracle(x, w.astype(jnp.bfloat16), [5, 0, 15], dy)
+    exact = grouped_oracle(x, w.astype(jnp.bfloat16), [5, 0, 15], dy)
     np.testing.assert_allclose(dw, exact[2], atol=1e-5)  # summed in f32 from the bf16 values
 
 

@@ -42,18 +42,6 @@ ROUTINGS = {  # rows, sizes, (D, F)
 }
 
 
-def oracle(x, w, sizes, dy):
-    """Products and gradients in f64, a group at a time."""
-    x, w, dy = (np.asarray(array, np.float64) for array in (x, w, dy))
-    y, dx, dw = np.zeros((len(x), w.shape[1])), np.zeros_like(x), np.zeros_like(w)
-    start = 0
-    for e, size in enumerate(sizes):
-        rows = slice(start, start + size)
-        y[rows], dx[rows], dw[e] = x[rows] @ w[e].T, dy[rows] @ w[e], dy[rows].T @ x[rows]
-        start += size
-    return y, dx, dw
-
-
 def races(said: str) -> list[str]:
     """The interpreter's reports of races, but for two stores of results: rows stored twice are stored alike."""
     found = re.split(r"RACE DETECTED\n", said)[1:]
@@ -63,10 +51,10 @@ def races(said: str) -> list[str]:
 @pytest.mark.parametrize(
     ("routing", "dtype"), [*((routing, jnp.bfloat16) for routing in ROUTINGS), ("small groups", jnp.float16)]
 )
-def test_interpreted_kernels(routing, dtype, normal, relative_error, capfd):
+def test_interpreted_kernels(routing, dtype, normal, relative_error, capfd, grouped_oracle):
     rows, sizes, (width, out) = ROUTINGS[routing]
     x, w, dy = normal(0, (rows, width), (len(sizes), out, width), (rows, out), dtype=dtype)
-    exact = oracle(x, w, sizes, dy)
+    exact = grouped_oracle(x, w, sizes, dy)
     used = sum(sizes)
     x, dy = (array.at[used:].set(jnp.nan) for array in (x, dy))  # what no group owns never matters
     on_device = jnp.asarray(sizes, jnp.int32)
@@ -91,7 +79,7 @@ def test_interpreted_kernels(routing, dtype, normal, relative_error, capfd):
 
 
 @pytest.mark.parametrize("routing", ["full tiles", "small groups"])
-def test_interpreted_pairs_of_blocks(routing, normal, relative_error, capfd):
+def test_interpreted_pairs_of_blocks(routing, normal, relative_error, capfd, grouped_oracle):
     """Blocks of a cluster that share what they read; of an odd number of tiles, one is empty."""
     rows, sizes, (width, out) = ROUTINGS[routing]
     x, w, dy = normal(3, (rows, width), (len(sizes), out, width), (rows, out), dtype=jnp.bfloat16)
@@ -105,16 +93,16 @@ def test_interpreted_pairs_of_blocks(routing, normal, relative_error, capfd):
         dw = group_weights(*padded, on_device, dtype=jnp.bfloat16, tiles=tiles)
         got = jax.block_until_ready((y, dx, dw))
     assert races(capfd.readouterr().out) == []
-    for ours, truth in zip(got, oracle(x, w, sizes, dy), strict=True):
+    for ours, truth in zip(got, grouped_oracle(x, w, sizes, dy), strict=True):
         assert relative_error(ours, truth) <= 0.6 * float(jnp.finfo(jnp.bfloat16).eps)
 
 
-def test_f32_weights_get_f32_gradients(normal, relative_error):
+def test_f32_weights_get_f32_gradients(normal, relative_error, grouped_oracle):
     x, dy = normal(1, (100, 64), (100, 64), dtype=jnp.bfloat16)
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
         dw = mosaic_gpu.backward_w(x, dy, jnp.asarray([30, 70], jnp.int32), jnp.dtype(jnp.float32), staged=True)
     assert dw.dtype == jnp.float32
-    exact = oracle(x, jnp.zeros((2, 64, 64)), [30, 70], dy)[2]
+    exact = grouped_oracle(x, jnp.zeros((2, 64, 64)), [30, 70], dy)[2]
     assert relative_error(dw, exact) <= 1e-6  # f32 sums of exact products
 
 
