@@ -113,8 +113,9 @@ def random_model(shape: str, base: str):
 
 
 def compile_step(shape: str, base: str, remat: str, rows: int, length: int, attention: str | None):
-    """Compiles the trainer's own step for a model with random weights: (program, plan, state, frozen, batch)."""
+    """Compiles the trainer's own step, then makes random weights for it: (program, plan, state, frozen, batch)."""
     import jax
+    import jax.numpy as jnp
     import numpy as np
 
     from gymjax.adapters.lora import LoraSpec, attach
@@ -126,16 +127,20 @@ def compile_step(shape: str, base: str, remat: str, rows: int, length: int, atte
     from gymjax.training.step import StepSettings, init_state, make_step, split_model
     from gymjax.training.workload import Workload
 
-    model = random_model(shape, base)
-    attach(model, LoraSpec(rank=RANK, alpha=RANK), key=jax.random.key(1))
-    graphdef, params, frozen = split_model(model)
+    def make() -> tuple:
+        model = random_model(shape, base)
+        attach(model, LoraSpec(rank=RANK, alpha=RANK), key=jax.random.key(1))
+        return split_model(model)
+
+    graphdef, params, frozen = jax.eval_shape(make)
     optimizer = build(OptimConfig(learning_rate=1e-4), 1000, params)
-    state = init_state(params, optimizer, None)
+    state = jax.eval_shape(lambda params: init_state(params, optimizer, None), params)
     settings = StepSettings(seed=0, max_grad_norm=1.0, attention=attention, packed=False)
     limit = device_memory_gib()
-    work = Workload(model.cfg, graphdef, state, frozen, settings, rows, length, 1, model.compute_dtype)
+    cfg = decoder_cfg(SHAPES[shape])
+    work = Workload(cfg, graphdef, state, frozen, settings, rows, length, 1, jnp.dtype(jnp.bfloat16))
     plan = choose(work, remat, None if limit is None else int(limit * GIB))
-    tokens = np.random.default_rng(0).integers(3, model.cfg.vocab_size, (1, rows, length)).astype(np.int32)
+    tokens = np.random.default_rng(0).integers(3, cfg.vocab_size, (1, rows, length)).astype(np.int32)
     batch = {
         "tokens": tokens,
         "targets": np.roll(tokens, -1, axis=-1),
@@ -145,7 +150,9 @@ def compile_step(shape: str, base: str, remat: str, rows: int, length: int, atte
     }
     batch = jax.device_put(batch)
     step = jax.jit(make_step(graphdef, optimizer, plan.settings), donate_argnums=0)
-    return compile_program(step, state, frozen, batch), plan, state, frozen, batch
+    program = compile_program(step, state, frozen, batch)
+    _, params, frozen = make()
+    return program, plan, init_state(params, optimizer, None), frozen, batch
 
 
 def time_step(shape: str, base: str, remat: str, rows: int, length: int, attention: str | None, steps: int) -> dict:
