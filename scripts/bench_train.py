@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import json
 import statistics
 import subprocess
@@ -217,16 +218,16 @@ def decoder_cfg(hf: dict):
     return decoder_config({"model_type": "llama", **hf})
 
 
-def run_process(command: list[str]) -> dict | None:
-    """Runs one system; its last line that begins with RESULT is its measurement, None when it failed."""
+def run_process(command: list[str], count: int = 1) -> list[dict | None]:
+    """Runs one system; its lines that begin with RESULT are its measurements, None for one that failed."""
     print("+", " ".join(command), flush=True)
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     results = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    if done.returncode or not results:
+    if done.returncode or len(results) < count:
         print(f"failed with status {done.returncode}:\n{done.stdout[-1500:]}\n{done.stderr[-3000:]}", flush=True)
-        return None
-    print(results[-1], flush=True)
-    return json.loads(results[-1].removeprefix("RESULT "))
+    print(*results, sep="\n", flush=True)
+    found: list[dict | None] = [json.loads(line.removeprefix("RESULT ")) for line in results]
+    return [None if one is None or "error" in one else one for one in (found + [None] * count)[:count]]
 
 
 def lines(case: str, ours: dict, peers: dict[str, dict]) -> list[dict]:
@@ -237,6 +238,9 @@ def lines(case: str, ours: dict, peers: dict[str, dict]) -> list[dict]:
     alone = {"peer": None, "peer_value": None, "ratio": None}
     by_itself = ["compile_s", "mfu", *([] if peers else METRICS)]
     found = [shared | {"metric": name, "value": ours[name]} | alone | about for name in by_itself if ours[name]]
+    if ours["peak_gib"]:  # how good the planner is: its ratio is measured over planned
+        measured = {"peer": "measured", "peer_value": ours["peak_gib"], "ratio": ours["peak_gib"] / ours["plan_gib"]}
+        found.append(shared | {"metric": "plan_gib", "value": ours["plan_gib"]} | measured | about)
     for peer, theirs in peers.items():
         for metric, more_is_better in METRICS.items():
             if ours[metric] is None:
@@ -260,7 +264,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--base", choices=("nf4", "bf16"), default="nf4")
     several = "full, selective, offload, none, auto, or names joined by commas; several are timed beside the same peers"
     parser.add_argument("--remat", nargs="+", default=["full"], help=several)
-    parser.add_argument("--batch", default="4x2048", help="rows x tokens")
+    parser.add_argument("--batch", nargs="+", default=["4x2048"], help="rows x tokens; several are timed in turn")
     parser.add_argument("--attention", choices=("cudnn", "mosaic_gpu", "xla"), help="default: the fastest")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--peers", nargs="*", default=[], choices=("hf-liger", "unsloth"))
@@ -273,15 +277,16 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def main(arguments: list[str]) -> int:
     """Times gymjax and the peers, appends lines."""
     options = parse(arguments)
-    rows, length = map(int, options.batch.split("x"))
     if options.only:
+        rows, length = map(int, options.batch[0].split("x"))
         chosen = (options.shape, options.base, options.remat[0], rows, length, options.attention, options.steps)
         print("RESULT " + json.dumps(time_step(*chosen)))
         return 0
     command = [sys.executable, __file__, "--only", "--shape", options.shape, "--base", options.base]
-    command += ["--batch", options.batch, "--steps", str(options.steps)]
+    command += ["--steps", str(options.steps)]
     command += ["--attention", options.attention] if options.attention else []
-    ours = {remat: run_process([*command, "--remat", remat]) for remat in options.remat}
+    cases = list(itertools.product(options.batch, options.remat))
+    ours = {case: run_process([*command, "--batch", case[0], "--remat", case[1]])[0] for case in cases}
     script = str(ROOT / "scripts" / "peer_step.py")
     if options.peers and not (Path(options.peer_model) / "config.json").exists():
         subprocess.run(
@@ -289,21 +294,23 @@ def main(arguments: list[str]) -> int:
         )
     peers = {}
     for peer in options.peers:
-        measured = run_process([sys.executable, script, peer, options.peer_model, options.base, str(rows), str(length)])
-        if measured is not None:
-            peers[peer] = measured
+        measured = run_process(
+            [sys.executable, script, peer, options.peer_model, options.base, *options.batch], len(options.batch)
+        )
+        peers |= {(peer, batch): result for batch, result in zip(options.batch, measured)}
     found = []
-    for remat, measured in ours.items():
-        case = f"{options.shape}-{options.base}-{options.batch}-r{RANK}-{remat}-remat"
+    for (batch, remat), measured in ours.items():
+        case = f"{options.shape}-{options.base}-{batch}-r{RANK}-{remat}-remat"
         case += f"-{options.attention}" if options.attention else ""
-        found += [] if measured is None else lines(case, measured, peers)
+        beside = {peer: theirs for (peer, size), theirs in peers.items() if size == batch and theirs is not None}
+        found += [] if measured is None else lines(case, measured, beside)
     out = Path(options.out)
     out.parent.mkdir(parents=True, exist_ok=True)
     with out.open("a") as file:
         file.writelines(json.dumps(line) + "\n" for line in found)
     for line in found:
         print(json.dumps(line))
-    return int(len(peers) < len(options.peers) or None in ours.values())
+    return int(None in peers.values() or None in ours.values())
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
 """Times one LoRA or QLoRA training step of a peer (torch) for bench_train.py, which starts one process per measurement.
 
 Usage: python scripts/peer_step.py make FOLDER '{"hidden_size": ...}'      writes a random Llama of that shape
-       python scripts/peer_step.py hf-liger|unsloth FOLDER nf4|bf16 ROWS LENGTH
+       python scripts/peer_step.py hf-liger|unsloth FOLDER nf4|bf16 ROWSxLENGTH ...
+
+Prints one line "RESULT {...}" for every batch, in their order; an error of one where that one failed.
 """
 
 # Unsloth must be imported before transformers: imports stand where they are needed.
@@ -93,6 +95,7 @@ def time_step(model, rows: int, length: int) -> dict:
     """Median of eight steps after three to warm up: forward, backward, fused AdamW on the adapter."""
     import torch
 
+    torch.cuda.empty_cache()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     trained = [weight for weight in model.parameters() if weight.requires_grad]
@@ -118,9 +121,16 @@ def main(arguments: list[str]) -> None:
     if arguments[0] == "make":
         make(arguments[1], json.loads(arguments[2]))
         return
-    peer, folder, base, rows, length = arguments
+    peer, folder, base, *batches = arguments
+    sizes = [tuple(map(int, batch.split("x"))) for batch in batches]
     load = {"unsloth": load_unsloth, "hf-liger": load_hf_liger}[peer]
-    print("RESULT " + json.dumps(time_step(load(folder, base, int(length)), int(rows), int(length))))
+    model = load(folder, base, max(length for _, length in sizes))
+    for rows, length in sizes:
+        try:
+            result = time_step(model, rows, length)
+        except RuntimeError as error:  # too little memory; the other batches are still timed
+            result = {"error": str(error)[:200]}
+        print("RESULT " + json.dumps(result), flush=True)
 
 
 if __name__ == "__main__":
