@@ -2,6 +2,7 @@
 
 Usage: python scripts/bench_train.py [--shape llama3.1-8b] [--base nf4] [--remat full ...] [--batch 4x2048]
            [--finetune full --optim adamw_8bit] [--peers hf-liger unsloth]
+       python scripts/bench_train.py ladder ...     what each kind of kernel adds, see bench_ladder.py
        python scripts/bench_train.py --only ...     (this process times gymjax alone and prints one line)
 
 Every system runs in a process of its own, one after the other, on the same machine; the lines go to --out (by default
@@ -18,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -30,8 +32,11 @@ from pallas_kernels.bench import commit  # noqa: E402  (after the path)
 METRICS = {"tok_s": True, "peak_gib": False}  # whether more is better
 
 
-def compile_step(setting: Setting):
-    """Compiles the trainer's own step, then makes random weights for it: (program, plan, state, frozen, batch)."""
+def compile_step(setting: Setting, loss_fn: Callable | None = None):
+    """Compiles the trainer's own step, then makes random weights for it: (program, plan, state, frozen, batch).
+
+    `loss_fn` takes the place of the trainer's own, see `make_step`.
+    """
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -41,7 +46,7 @@ def compile_step(setting: Setting):
     from gymjax.training.compile import compile_program
     from gymjax.training.metrics import GIB, device_memory_gib
     from gymjax.training.plan import choose
-    from gymjax.training.step import StepSettings, init_state, make_step, split_model
+    from gymjax.training.step import StepSettings, batch_loss, init_state, make_step, split_model
     from gymjax.training.workload import Workload
 
     def make() -> tuple:
@@ -64,14 +69,14 @@ def compile_step(setting: Setting):
         "positions": np.broadcast_to(np.arange(length, dtype=np.int32), tokens.shape),
     }
     batch = jax.device_put(batch)
-    step = jax.jit(make_step(graphdef, optimizer, plan.settings), donate_argnums=0)
+    step = jax.jit(make_step(graphdef, optimizer, plan.settings, loss_fn or batch_loss), donate_argnums=0)
     program = compile_program(step, state, frozen, batch)
     _, params, frozen = make()
     return program, plan, init_state(params, optimizer, None), frozen, batch
 
 
-def time_step(setting: Setting, steps: int) -> dict:
-    """Compiles and times the trainer's own step.
+def time_step(setting: Setting, steps: int, loss_fn: Callable | None = None) -> dict:
+    """Compiles and times the trainer's own step, `loss_fn` as in compile_step.
 
     Returns:
         tok_s, compile_s, loss and the like; of memory peak_gib (measured), predicted_gib (the compiler's analysis),
@@ -82,7 +87,7 @@ def time_step(setting: Setting, steps: int) -> dict:
 
     from gymjax.training.metrics import GIB, peak_flops, peak_memory_gib, step_flops
 
-    program, plan, state, frozen, batch = compile_step(setting)
+    program, plan, state, frozen, batch = compile_step(setting, loss_fn)
     live, memory = sum(array.nbytes for array in jax.live_arrays()), [allocator()]
     state, metrics = program.call(state, frozen, batch)
     jax.block_until_ready(metrics)
@@ -182,6 +187,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def main(arguments: list[str]) -> int:
     """Times gymjax and the peers, appends lines."""
+    if arguments[:1] == ["ladder"]:
+        import bench_ladder
+
+        return bench_ladder.main(arguments[1:])
     options = parse(arguments)
     if options.only:
         setting = setting_of(options, options.batch[0], options.remat[0])

@@ -93,6 +93,17 @@ SHAPES = {
         "rope_theta": 1000000.0,
         "rms_norm_eps": 1e-5,
     },
+    "smollm2-135m": {
+        "vocab_size": 49152,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "rope_theta": 100000.0,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+    },
     "tiny-moe": {
         "model_type": "olmoe",
         "vocab_size": 512,
