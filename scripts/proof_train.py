@@ -1,6 +1,8 @@
 """gymjax' side of proof_qlora.py: the trainer's own step from a given start on given rows.
 
-Usage: python scripts/proof_train.py FOLDER nf4|bf16 OUT.json
+Usage: python scripts/proof_train.py FOLDER nf4|bf16 OUT.json [xla]
+
+With "xla" every operation is left to XLA, for telling a kernel's fault from another.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ from gymjax.config import OptimConfig  # noqa: E402
 from gymjax.models import decoder_config  # noqa: E402
 from gymjax.optim.build import build  # noqa: E402
 from gymjax.training.step import StepSettings, init_state, make_eval_step, make_step, split_model  # noqa: E402
+from pallas_kernels import OPS  # noqa: E402
+from pallas_kernels._dispatch import left_to_xla  # noqa: E402
 
 OPTIM = ("learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay", "max_grad_norm", "warmup_steps")
 
@@ -87,4 +91,5 @@ def train(folder: Path, base: str) -> dict:
 
 
 if __name__ == "__main__":
-    Path(sys.argv[3]).write_text(json.dumps(train(Path(sys.argv[1]), sys.argv[2])))
+    with left_to_xla(*(OPS if sys.argv[4:] == ["xla"] else ())):
+        Path(sys.argv[3]).write_text(json.dumps(train(Path(sys.argv[1]), sys.argv[2])))

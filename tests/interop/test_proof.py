@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "proof_qlora.py"
-SETTINGS = {"rows": 2, "length": 32, "steps": 40, "precision": "bf16"}
+SETTINGS = {"rows": 2, "length": 32, "steps": 40, "precision": "bf16", "kernels": True}
 
 
 def script(name):
