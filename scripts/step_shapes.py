@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import sys
 from pathlib import Path
+from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -146,7 +147,7 @@ class Setting:
     shape: str
     base: str
     finetune: str
-    optim: str
+    optim: Literal["adamw", "adamw_8bit"]
     remat: str
     rows: int
     length: int
