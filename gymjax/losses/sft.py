@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -33,14 +35,17 @@ def sft_loss(
         logit_softcap: its bound on them.
     """
     labels_BT = jnp.where(weights_BT > 0, targets_BT, IGNORED)
-    nll_BT = linear_cross_entropy(
+    loss: Any = linear_cross_entropy(
         hidden_BTD,
         head_VD,
         labels_BT,
+        weights=weights_BT,
         frozen_head=frozen_head,
+        reduction="sum",
         chunk_tokens=CHUNK_TOKENS,
+        group_tokens=CHUNK_TOKENS,
         ignore_index=IGNORED,
         scale=logit_scale,
         softcap=logit_softcap,
     )
-    return jnp.sum(nll_BT * weights_BT)
+    return loss
