@@ -1,7 +1,7 @@
-"""Times one LoRA or QLoRA training step on random weights and random tokens, beside the peers people use today.
+"""Times one training step (LoRA, QLoRA, full) on random weights and random tokens, beside the peers people use today.
 
 Usage: python scripts/bench_train.py [--shape llama3.1-8b] [--base nf4] [--remat full ...] [--batch 4x2048]
-           [--peers hf-liger unsloth]
+           [--finetune full --optim adamw_8bit] [--peers hf-liger unsloth]
        python scripts/bench_train.py --only ...     (this process times gymjax alone and prints one line)
 
 Every system runs in a process of its own, one after the other, on the same machine; the lines go to --out (by default
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import json
 import statistics
 import subprocess
@@ -22,102 +23,19 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from step_shapes import SHAPES, Setting, add_options, decoder_cfg, setting_of, trained_model  # noqa: E402
+
 from pallas_kernels.bench import commit  # noqa: E402  (after the path)
 
-SHAPES = {
-    "llama3.1-8b": {
-        "vocab_size": 128256,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "rope_theta": 500000.0,
-        "rms_norm_eps": 1e-5,
-    },
-    "llama3.1-70b": {
-        "vocab_size": 128256,
-        "hidden_size": 8192,
-        "intermediate_size": 28672,
-        "num_hidden_layers": 80,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "rope_theta": 500000.0,
-        "rms_norm_eps": 1e-5,
-    },
-    "llama2-7b": {
-        "vocab_size": 32000,
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 32,
-        "rms_norm_eps": 1e-5,
-    },
-    "tiny": {
-        "vocab_size": 512,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    },
-}
-RANK = 16
 METRICS = {"tok_s": True, "peak_gib": False}  # whether more is better
 
 
-def random_model(shape: str, base: str):
-    """A decoder with random weights made on the device, layer by layer, so that making it costs no extra memory."""
+def compile_step(setting: Setting):
+    """Compiles the trainer's own step, then makes random weights for it: (program, plan, state, frozen, batch)."""
     import jax
     import jax.numpy as jnp
-    from flax import nnx
-
-    from gymjax.models import decoder_config
-    from gymjax.models.decoder import Decoder
-    from gymjax.models.names import hf_weights, node_at
-    from pallas_kernels.nf4_linear import NF4Weight
-
-    cfg = decoder_config({"model_type": "llama", **SHAPES[shape]})
-    dtype = jnp.bfloat16
-    model = nnx.eval_shape(lambda: Decoder(cfg, dtype=dtype))
-
-    def packed(key, out_width: int, in_width: int) -> NF4Weight:
-        blocks = out_width * in_width // 64
-        codes_key, absmax_key = jax.random.split(key)
-        return NF4Weight(
-            codes=jax.random.bits(codes_key, (out_width * in_width // 2,), jnp.uint8),
-            absmax=jax.random.bits(absmax_key, (blocks,), jnp.uint8),
-            nested_absmax=jnp.full(-(-blocks // 256), 0.01, jnp.float32),
-            offset=jnp.float32(0.04),
-            shape=(out_width, in_width),
-            dtype="bfloat16",
-        )
-
-    def dense(key, shape: tuple[int, ...]):
-        return jax.random.normal(key, shape, dtype) * 0.02
-
-    for i, path in enumerate(dict.fromkeys(weight.path for weight in hf_weights(cfg))):
-        variable, name = node_at(model, path), path[-1]
-        shape_ = variable.get_value().shape
-        key = jax.random.fold_in(jax.random.key(0), i)
-        if name == "scale":
-            value = jnp.ones(shape_, dtype)
-        elif path[0] != "stacks":
-            value = jax.jit(dense, static_argnums=1)(key, shape_)
-        else:
-            make = (lambda k, s=shape_[1:]: packed(k, *s)) if base == "nf4" else (lambda k, s=shape_[1:]: dense(k, s))
-            value = jax.jit(lambda keys, make=make: jax.lax.map(make, keys))(jax.random.split(key, shape_[0]))
-        variable.set_value(value)
-    return model
-
-
-def compile_step(shape: str, base: str, remat: str, rows: int, length: int, attention: str | None):
-    """Compiles the trainer's own step for a model with random weights: (program, plan, state, frozen, batch)."""
-    import jax
     import numpy as np
 
-    from gymjax.adapters.lora import LoraSpec, attach
     from gymjax.config import OptimConfig
     from gymjax.optim.build import build
     from gymjax.training.compile import compile_program
@@ -126,16 +44,18 @@ def compile_step(shape: str, base: str, remat: str, rows: int, length: int, atte
     from gymjax.training.step import StepSettings, init_state, make_step, split_model
     from gymjax.training.workload import Workload
 
-    model = random_model(shape, base)
-    attach(model, LoraSpec(rank=RANK, alpha=RANK), key=jax.random.key(1))
-    graphdef, params, frozen = split_model(model)
-    optimizer = build(OptimConfig(learning_rate=1e-4), 1000, params)
-    state = init_state(params, optimizer, None)
-    settings = StepSettings(seed=0, max_grad_norm=1.0, attention=attention, packed=False)
+    def make() -> tuple:
+        return split_model(trained_model(setting))
+
+    graphdef, params, frozen = jax.eval_shape(make)
+    optimizer = build(OptimConfig(learning_rate=1e-4, optim=setting.optim), 1000, params)
+    state = jax.eval_shape(lambda params: init_state(params, optimizer, None), params)
+    settings = StepSettings(seed=0, max_grad_norm=1.0, attention=setting.attention, packed=False)
     limit = device_memory_gib()
-    work = Workload(model.cfg, graphdef, state, frozen, settings, rows, length, 1, model.compute_dtype)
-    plan = choose(work, remat, None if limit is None else int(limit * GIB))
-    tokens = np.random.default_rng(0).integers(3, model.cfg.vocab_size, (1, rows, length)).astype(np.int32)
+    cfg, rows, length = decoder_cfg(setting.shape), setting.rows, setting.length
+    work = Workload(cfg, graphdef, state, frozen, settings, rows, length, 1, jnp.dtype(jnp.bfloat16))
+    plan = choose(work, setting.remat, None if limit is None else int(limit * GIB))
+    tokens = np.random.default_rng(0).integers(3, cfg.vocab_size, (1, rows, length)).astype(np.int32)
     batch = {
         "tokens": tokens,
         "targets": np.roll(tokens, -1, axis=-1),
@@ -145,10 +65,12 @@ def compile_step(shape: str, base: str, remat: str, rows: int, length: int, atte
     }
     batch = jax.device_put(batch)
     step = jax.jit(make_step(graphdef, optimizer, plan.settings), donate_argnums=0)
-    return compile_program(step, state, frozen, batch), plan, state, frozen, batch
+    program = compile_program(step, state, frozen, batch)
+    _, params, frozen = make()
+    return program, plan, init_state(params, optimizer, None), frozen, batch
 
 
-def time_step(shape: str, base: str, remat: str, rows: int, length: int, attention: str | None, steps: int) -> dict:
+def time_step(setting: Setting, steps: int) -> dict:
     """Compiles and times the trainer's own step.
 
     Returns:
@@ -160,7 +82,7 @@ def time_step(shape: str, base: str, remat: str, rows: int, length: int, attenti
 
     from gymjax.training.metrics import GIB, peak_flops, peak_memory_gib, step_flops
 
-    program, plan, state, frozen, batch = compile_step(shape, base, remat, rows, length, attention)
+    program, plan, state, frozen, batch = compile_step(setting)
     live, memory = sum(array.nbytes for array in jax.live_arrays()), [allocator()]
     state, metrics = program.call(state, frozen, batch)
     jax.block_until_ready(metrics)
@@ -175,10 +97,11 @@ def time_step(shape: str, base: str, remat: str, rows: int, length: int, attenti
         jax.block_until_ready(metrics)
         seconds.append(time.perf_counter() - started)
     median = statistics.median(seconds)
-    cfg, peak = SHAPES[shape], peak_flops()
-    flops = step_flops(decoder_cfg(cfg), rows * length, length, frozen_base=True)
+    tokens, peak = setting.rows * setting.length, peak_flops()
+    frozen = setting.finetune == "lora"
+    flops = step_flops(decoder_cfg(setting.shape), tokens, setting.length, frozen_base=frozen)
     return {
-        "tok_s": rows * length / median,
+        "tok_s": tokens / median,
         "seconds": median,
         "spread": (max(seconds) - min(seconds)) / median,
         "peak_gib": peak_memory_gib(),
@@ -203,23 +126,16 @@ def allocator() -> dict[str, int]:
     return {"bytes_in_use": 0, "peak_bytes_in_use": 0} | (jax.local_devices()[0].memory_stats() or {})
 
 
-def decoder_cfg(hf: dict):
-    """DecoderConfig of a shape."""
-    from gymjax.models import decoder_config
-
-    return decoder_config({"model_type": "llama", **hf})
-
-
-def run_process(command: list[str]) -> dict | None:
-    """Runs one system; its last line that begins with RESULT is its measurement, None when it failed."""
+def run_process(command: list[str], count: int = 1) -> list[dict | None]:
+    """Runs one system; its lines that begin with RESULT are its measurements, None for one that failed."""
     print("+", " ".join(command), flush=True)
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     results = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    if done.returncode or not results:
+    if done.returncode or len(results) < count:
         print(f"failed with status {done.returncode}:\n{done.stdout[-1500:]}\n{done.stderr[-3000:]}", flush=True)
-        return None
-    print(results[-1], flush=True)
-    return json.loads(results[-1].removeprefix("RESULT "))
+    print(*results, sep="\n", flush=True)
+    found: list[dict | None] = [json.loads(line.removeprefix("RESULT ")) for line in results]
+    return [None if one is None or "error" in one else one for one in (found + [None] * count)[:count]]
 
 
 def lines(case: str, ours: dict, peers: dict[str, dict]) -> list[dict]:
@@ -230,6 +146,9 @@ def lines(case: str, ours: dict, peers: dict[str, dict]) -> list[dict]:
     alone = {"peer": None, "peer_value": None, "ratio": None}
     by_itself = ["compile_s", "mfu", *([] if peers else METRICS)]
     found = [shared | {"metric": name, "value": ours[name]} | alone | about for name in by_itself if ours[name]]
+    if ours["peak_gib"]:  # how good the planner is: its ratio is measured over planned
+        measured = {"peer": "measured", "peer_value": ours["peak_gib"], "ratio": ours["peak_gib"] / ours["plan_gib"]}
+        found.append(shared | {"metric": "plan_gib", "value": ours["plan_gib"]} | measured | about)
     for peer, theirs in peers.items():
         for metric, more_is_better in METRICS.items():
             if ours[metric] is None:
@@ -249,14 +168,12 @@ def lines(case: str, ours: dict, peers: dict[str, dict]) -> list[dict]:
 def parse(arguments: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shape", choices=SHAPES, default="llama3.1-8b")
-    parser.add_argument("--base", choices=("nf4", "bf16"), default="nf4")
+    add_options(parser)
     several = "full, selective, offload, none, auto, or names joined by commas; several are timed beside the same peers"
     parser.add_argument("--remat", nargs="+", default=["full"], help=several)
-    parser.add_argument("--batch", default="4x2048", help="rows x tokens")
-    parser.add_argument("--attention", choices=("cudnn", "mosaic_gpu", "xla"), help="default: the fastest")
+    parser.add_argument("--batch", nargs="+", default=["4x2048"], help="rows x tokens; several are timed in turn")
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--peers", nargs="*", default=[], choices=("hf-liger", "unsloth"))
+    parser.add_argument("--peers", nargs="*", default=[], choices=("hf-liger", "hf", "unsloth"))
     parser.add_argument("--peer-model", default="outputs/peer_model")
     parser.add_argument("--out", default=str(ROOT / "scripts" / "results" / "train.jsonl"))
     parser.add_argument("--only", action="store_true", help="time gymjax in this process and print the result")
@@ -266,15 +183,17 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def main(arguments: list[str]) -> int:
     """Times gymjax and the peers, appends lines."""
     options = parse(arguments)
-    rows, length = map(int, options.batch.split("x"))
     if options.only:
-        chosen = (options.shape, options.base, options.remat[0], rows, length, options.attention, options.steps)
-        print("RESULT " + json.dumps(time_step(*chosen)))
+        setting = setting_of(options, options.batch[0], options.remat[0])
+        print("RESULT " + json.dumps(time_step(setting, options.steps)))
         return 0
+    if options.peers and options.finetune == "full":
+        raise SystemExit("--peers train adapters; leave them out with --finetune full")
     command = [sys.executable, __file__, "--only", "--shape", options.shape, "--base", options.base]
-    command += ["--batch", options.batch, "--steps", str(options.steps)]
+    command += ["--steps", str(options.steps), "--finetune", options.finetune, "--optim", options.optim]
     command += ["--attention", options.attention] if options.attention else []
-    ours = {remat: run_process([*command, "--remat", remat]) for remat in options.remat}
+    cases = list(itertools.product(options.batch, options.remat))
+    ours = {case: run_process([*command, "--batch", case[0], "--remat", case[1]])[0] for case in cases}
     script = str(ROOT / "scripts" / "peer_step.py")
     if options.peers and not (Path(options.peer_model) / "config.json").exists():
         subprocess.run(
@@ -282,21 +201,22 @@ def main(arguments: list[str]) -> int:
         )
     peers = {}
     for peer in options.peers:
-        measured = run_process([sys.executable, script, peer, options.peer_model, options.base, str(rows), str(length)])
-        if measured is not None:
-            peers[peer] = measured
+        measured = run_process(
+            [sys.executable, script, peer, options.peer_model, options.base, *options.batch], len(options.batch)
+        )
+        peers |= {(peer, batch): result for batch, result in zip(options.batch, measured)}
     found = []
-    for remat, measured in ours.items():
-        case = f"{options.shape}-{options.base}-{options.batch}-r{RANK}-{remat}-remat"
-        case += f"-{options.attention}" if options.attention else ""
-        found += [] if measured is None else lines(case, measured, peers)
+    for (batch, remat), measured in ours.items():
+        case = setting_of(options, batch, remat).name
+        beside = {peer: theirs for (peer, size), theirs in peers.items() if size == batch and theirs is not None}
+        found += [] if measured is None else lines(case, measured, beside)
     out = Path(options.out)
     out.parent.mkdir(parents=True, exist_ok=True)
     with out.open("a") as file:
         file.writelines(json.dumps(line) + "\n" for line in found)
     for line in found:
         print(json.dumps(line))
-    return int(len(peers) < len(options.peers) or None in ours.values())
+    return int(None in peers.values() or None in ours.values())
 
 
 if __name__ == "__main__":
