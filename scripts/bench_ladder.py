@@ -5,9 +5,10 @@ Usage: python scripts/bench_train.py ladder [--shape llama3.1-8b] [--base nf4] [
 
 The same step every time, with everything recomputed in the backward pass; each rung keeps what the one below has:
 
-    dense    dense attention, a loss that holds all logits; norms, SwiGLU, adapters and NF4 as XLA compiles them
+    dense    dense attention; plain jnp, and a loss that holds all logits (enable_liger_kernel: false); adapters and NF4
+             as XLA compiles them
     flash    flash attention
-    fused    kernels for norms and SwiGLU, a loss over chunks of tokens
+    fused    kernels for loss, norms, rotation and SwiGLU (enable_liger_kernel: true)
     kernels  kernels for adapters and NF4
     kept     what of the activations fits into memory is kept
 
@@ -20,7 +21,6 @@ out of the budget is reported, the others go on. Lines go to --out (by default s
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import datetime
 import json
@@ -36,7 +36,7 @@ from pallas_kernels._dispatch import left_to_xla
 from pallas_kernels.bench import commit
 
 ROOT = Path(__file__).resolve().parent.parent
-FUSED, PACKED = ("rms_norm", "swiglu", "rope"), ("lora_linear", "nf4_linear")
+LINEAR = ("lora_linear", "nf4_linear")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,57 +44,38 @@ class Rung:
     """One rung of ours.
 
     Attributes:
-        plain: operations without a kernel.
         attention: implementation; None for the fastest.
-        dense_loss: whether the loss holds all logits.
+        fused: as in a Setting.
+        plain: operations without a kernel.
         remat: what is kept for the backward pass.
         peer: the torch stack's rung that does the like.
     """
 
-    plain: tuple[str, ...]
     attention: str | None
-    dense_loss: bool
+    fused: bool
+    plain: tuple[str, ...]
     remat: str
     peer: str
 
 
 RUNGS = {
-    "dense": Rung((*FUSED, *PACKED), "xla", True, "full", "hf-eager"),
-    "flash": Rung((*FUSED, *PACKED), None, True, "full", "hf-sdpa"),
-    "fused": Rung(PACKED, None, False, "full", "hf-liger"),
-    "kernels": Rung((), None, False, "full", "unsloth"),
-    "kept": Rung((), None, False, "auto", "unsloth"),
+    "dense": Rung("xla", False, LINEAR, "full", "hf-eager"),
+    "flash": Rung(None, False, LINEAR, "full", "hf-sdpa"),
+    "fused": Rung(None, True, LINEAR, "full", "hf-liger"),
+    "kernels": Rung(None, True, (), "full", "unsloth"),
+    "kept": Rung(None, True, (), "auto", "unsloth"),
 }
 PEERS = {"torch": ("hf-eager", "hf-sdpa", "hf-liger"), "unsloth": ("unsloth",)}
 OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "out of memory", "OutOfMemory")
 
 
-def dense_loss(model, batch, settings, key):
-    """The trainer's `batch_loss` as one writes it first: logits of all tokens at once, then softmax and pick."""
-    import jax
-    import jax.numpy as jnp
-
-    hidden_BTD, stats = model.trunk(
-        model.embed_tokens(batch["tokens"]),
-        positions_BT=batch["positions"],
-        segment_ids_BT=None,
-        key=None,
-        remat="none" if key is None else settings.remat,
-        attention=settings.attention,
-        counted_BT=None if key is None else batch["segment_ids"] != 0,
-    )
-    logits_BTV = model.logits(hidden_BTD)
-    picked_BT = jnp.take_along_axis(logits_BTV, batch["targets"][..., None], axis=-1)[..., 0]
-    nll_BT = jax.nn.logsumexp(logits_BTV, axis=-1) - picked_BT
-    return jnp.sum(nll_BT * batch["loss_weights"]), stats
-
-
 def time_rung(name: str, options: argparse.Namespace) -> dict:
     """Times one rung of ours in this process."""
     rung = RUNGS[name]
-    setting = dataclasses.replace(setting_of(options, options.batch, rung.remat), attention=rung.attention)
-    with left_to_xla(*rung.plain) if rung.plain else contextlib.nullcontext():
-        return bench_train.time_step(setting, options.steps, dense_loss if rung.dense_loss else None)
+    setting = setting_of(options, options.batch, rung.remat, fused=rung.fused)
+    setting = dataclasses.replace(setting, attention=rung.attention)
+    with left_to_xla(*rung.plain):
+        return bench_train.time_step(setting, options.steps)
 
 
 def measure(command: list[str], seconds: float) -> list[dict]:

@@ -1,9 +1,11 @@
 """Times one training step (LoRA, QLoRA, full) on random weights and random tokens, beside the peers people use today.
 
 Usage: python scripts/bench_train.py [--shape llama3.1-8b] [--base nf4] [--remat full ...] [--batch 4x2048]
-           [--finetune full --optim adamw_8bit] [--peers hf-liger unsloth]
+           [--finetune full --optim adamw_8bit] [--fused on off] [--peers hf-liger unsloth]
        python scripts/bench_train.py ladder ...     what each kind of kernel adds, see bench_ladder.py
        python scripts/bench_train.py --only ...     (this process times gymjax alone and prints one line)
+
+With --fused on off the step is timed with and without enable_liger_kernel; the latter is the former's peer `unfused`.
 
 Every system runs in a process of its own, one after the other, on the same machine; the lines go to --out (by default
 scripts/results/train.jsonl). Peers need a folder for their model (--peer-model), which is made when it is missing.
@@ -19,7 +21,6 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -32,11 +33,8 @@ from pallas_kernels.bench import commit  # noqa: E402  (after the path)
 METRICS = {"tok_s": True, "peak_gib": False}  # whether more is better
 
 
-def compile_step(setting: Setting, loss_fn: Callable | None = None):
-    """Compiles the trainer's own step, then makes random weights for it: (program, plan, state, frozen, batch).
-
-    `loss_fn` takes the place of the trainer's own, see `make_step`.
-    """
+def compile_step(setting: Setting):
+    """Compiles the trainer's own step, then makes random weights for it: (program, plan, state, frozen, batch)."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -46,7 +44,7 @@ def compile_step(setting: Setting, loss_fn: Callable | None = None):
     from gymjax.training.compile import compile_program
     from gymjax.training.metrics import GIB, device_memory_gib
     from gymjax.training.plan import choose
-    from gymjax.training.step import StepSettings, batch_loss, init_state, make_step, split_model
+    from gymjax.training.step import StepSettings, init_state, make_step, split_model
     from gymjax.training.workload import Workload
 
     def make() -> tuple:
@@ -55,7 +53,9 @@ def compile_step(setting: Setting, loss_fn: Callable | None = None):
     graphdef, params, frozen = jax.eval_shape(make)
     optimizer = build(OptimConfig(learning_rate=1e-4, optim=setting.optim), 1000, params)
     state = jax.eval_shape(lambda params: init_state(params, optimizer, None), params)
-    settings = StepSettings(seed=0, max_grad_norm=1.0, attention=setting.attention, packed=False)
+    settings = StepSettings(
+        seed=0, max_grad_norm=1.0, attention=setting.attention, packed=False, fused_ops=setting.fused
+    )
     limit = device_memory_gib()
     cfg, rows, length = decoder_cfg(setting.shape), setting.rows, setting.length
     work = Workload(cfg, graphdef, state, frozen, settings, rows, length, 1, jnp.dtype(jnp.bfloat16))
@@ -69,14 +69,14 @@ def compile_step(setting: Setting, loss_fn: Callable | None = None):
         "positions": np.broadcast_to(np.arange(length, dtype=np.int32), tokens.shape),
     }
     batch = jax.device_put(batch)
-    step = jax.jit(make_step(graphdef, optimizer, plan.settings, loss_fn or batch_loss), donate_argnums=0)
+    step = jax.jit(make_step(graphdef, optimizer, plan.settings), donate_argnums=0)
     program = compile_program(step, state, frozen, batch)
     _, params, frozen = make()
     return program, plan, init_state(params, optimizer, None), frozen, batch
 
 
-def time_step(setting: Setting, steps: int, loss_fn: Callable | None = None) -> dict:
-    """Compiles and times the trainer's own step, `loss_fn` as in compile_step.
+def time_step(setting: Setting, steps: int) -> dict:
+    """Compiles and times the trainer's own step.
 
     Returns:
         tok_s, compile_s, loss and the like; of memory peak_gib (measured), predicted_gib (the compiler's analysis),
@@ -87,7 +87,7 @@ def time_step(setting: Setting, steps: int, loss_fn: Callable | None = None) -> 
 
     from gymjax.training.metrics import GIB, peak_flops, peak_memory_gib, step_flops
 
-    program, plan, state, frozen, batch = compile_step(setting, loss_fn)
+    program, plan, state, frozen, batch = compile_step(setting)
     live, memory = sum(array.nbytes for array in jax.live_arrays()), [allocator()]
     state, metrics = program.call(state, frozen, batch)
     jax.block_until_ready(metrics)
@@ -177,6 +177,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     several = "full, selective, offload, none, auto, or names joined by commas; several are timed beside the same peers"
     parser.add_argument("--remat", nargs="+", default=["full"], help=several)
     parser.add_argument("--batch", nargs="+", default=["4x2048"], help="rows x tokens; several are timed in turn")
+    parser.add_argument("--fused", nargs="+", choices=("on", "off"), default=["on"], help="enable_liger_kernel")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--peers", nargs="*", default=[], choices=("hf-liger", "hf", "unsloth"))
     parser.add_argument("--peer-model", default="outputs/peer_model")
@@ -193,7 +194,7 @@ def main(arguments: list[str]) -> int:
         return bench_ladder.main(arguments[1:])
     options = parse(arguments)
     if options.only:
-        setting = setting_of(options, options.batch[0], options.remat[0])
+        setting = setting_of(options, options.batch[0], options.remat[0], fused=options.fused[0] == "on")
         print("RESULT " + json.dumps(time_step(setting, options.steps)))
         return 0
     if options.peers and options.finetune == "full":
@@ -201,8 +202,10 @@ def main(arguments: list[str]) -> int:
     command = [sys.executable, __file__, "--only", "--shape", options.shape, "--base", options.base]
     command += ["--steps", str(options.steps), "--finetune", options.finetune, "--optim", options.optim]
     command += ["--attention", options.attention] if options.attention else []
-    cases = list(itertools.product(options.batch, options.remat))
-    ours = {case: run_process([*command, "--batch", case[0], "--remat", case[1]])[0] for case in cases}
+    ours = {
+        (batch, remat, fused): run_process([*command, "--batch", batch, "--remat", remat, "--fused", fused])[0]
+        for batch, remat, fused in itertools.product(options.batch, options.remat, options.fused)
+    }
     script = str(ROOT / "scripts" / "peer_step.py")
     if options.peers and not (Path(options.peer_model) / "config.json").exists():
         subprocess.run(
@@ -215,9 +218,11 @@ def main(arguments: list[str]) -> int:
         )
         peers |= {(peer, batch): result for batch, result in zip(options.batch, measured)}
     found = []
-    for (batch, remat), measured in ours.items():
-        case = setting_of(options, batch, remat).name
+    for (batch, remat, fused), measured in ours.items():
+        case = setting_of(options, batch, remat, fused=fused == "on").name
         beside = {peer: theirs for (peer, size), theirs in peers.items() if size == batch and theirs is not None}
+        unfused = ours.get((batch, remat, "off"))
+        beside |= {"unfused": unfused} if fused == "on" and unfused is not None else {}
         found += [] if measured is None else lines(case, measured, beside)
     out = Path(options.out)
     out.parent.mkdir(parents=True, exist_ok=True)

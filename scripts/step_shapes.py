@@ -142,6 +142,7 @@ class Setting:
         rows: of the batch.
         length: tokens a row.
         attention: implementation; None for the fastest.
+        fused: whether loss, norms, rotations and gates are kernels, or plain jnp.
     """
 
     shape: str
@@ -152,13 +153,14 @@ class Setting:
     rows: int
     length: int
     attention: str | None
+    fused: bool = True
 
     @property
     def name(self) -> str:
         """Of a result line."""
         trained = f"r{RANK}" if self.finetune == "lora" else f"full-{self.optim}"
         name = f"{self.shape}-{self.base}-{self.rows}x{self.length}-{trained}-{self.remat}-remat"
-        return name + (f"-{self.attention}" if self.attention else "")
+        return name + (f"-{self.attention}" if self.attention else "") + ("" if self.fused else "-unfused")
 
 
 def add_options(parser: argparse.ArgumentParser, *, attention: str | None = None) -> None:
@@ -170,10 +172,11 @@ def add_options(parser: argparse.ArgumentParser, *, attention: str | None = None
     parser.add_argument("--attention", choices=("cudnn", "mosaic_gpu", "xla"), default=attention)
 
 
-def setting_of(options: argparse.Namespace, batch: str, remat: str) -> Setting:
+def setting_of(options: argparse.Namespace, batch: str, remat: str, *, fused: bool = True) -> Setting:
     """The setting that the options name; a batch is "4x2048", rows by tokens."""
     rows, length = map(int, batch.split("x"))
-    return Setting(options.shape, options.base, options.finetune, options.optim, remat, rows, length, options.attention)
+    chosen = options.shape, options.base, options.finetune, options.optim, remat, rows, length, options.attention
+    return Setting(*chosen, fused)
 
 
 def decoder_cfg(shape: str) -> DecoderConfig:
