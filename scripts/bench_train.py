@@ -1,8 +1,11 @@
-"""Times one LoRA or QLoRA training step on random weights and random tokens, beside the peers people use today.
+"""Times one training step (LoRA, QLoRA, full) on random weights and random tokens, beside the peers people use today.
 
 Usage: python scripts/bench_train.py [--shape llama3.1-8b] [--base nf4] [--remat full ...] [--batch 4x2048]
-           [--peers hf-liger unsloth]
+           [--finetune full --optim adamw_8bit] [--fused on off] [--peers hf-liger unsloth]
+       python scripts/bench_train.py ladder ...     what each kind of kernel adds, see bench_ladder.py
        python scripts/bench_train.py --only ...     (this process times gymjax alone and prints one line)
+
+With --fused on off the step is timed with and without enable_liger_kernel; the latter is the former's peer `unfused`.
 
 Every system runs in a process of its own, one after the other, on the same machine; the lines go to --out (by default
 scripts/results/train.jsonl). Peers need a folder for their model (--peer-model), which is made when it is missing.
@@ -23,103 +26,19 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from step_shapes import SHAPES, Setting, add_options, decoder_cfg, setting_of, trained_model  # noqa: E402
+
 from pallas_kernels.bench import commit  # noqa: E402  (after the path)
 
-SHAPES = {
-    "llama3.1-8b": {
-        "vocab_size": 128256,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "rope_theta": 500000.0,
-        "rms_norm_eps": 1e-5,
-    },
-    "llama3.1-70b": {
-        "vocab_size": 128256,
-        "hidden_size": 8192,
-        "intermediate_size": 28672,
-        "num_hidden_layers": 80,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "rope_theta": 500000.0,
-        "rms_norm_eps": 1e-5,
-    },
-    "llama2-7b": {
-        "vocab_size": 32000,
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 32,
-        "rms_norm_eps": 1e-5,
-    },
-    "tiny": {
-        "vocab_size": 512,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    },
-}
-RANK = 16
 METRICS = {"tok_s": True, "peak_gib": False}  # whether more is better
 
 
-def random_model(shape: str, base: str):
-    """A decoder with random weights made on the device, layer by layer, so that making it costs no extra memory."""
-    import jax
-    import jax.numpy as jnp
-    from flax import nnx
-
-    from gymjax.models import decoder_config
-    from gymjax.models.decoder import Decoder
-    from gymjax.models.names import hf_weights, node_at
-    from pallas_kernels.nf4_linear import NF4Weight
-
-    cfg = decoder_config({"model_type": "llama", **SHAPES[shape]})
-    dtype = jnp.bfloat16
-    model = nnx.eval_shape(lambda: Decoder(cfg, dtype=dtype))
-
-    def packed(key, out_width: int, in_width: int) -> NF4Weight:
-        blocks = out_width * in_width // 64
-        codes_key, absmax_key = jax.random.split(key)
-        return NF4Weight(
-            codes=jax.random.bits(codes_key, (out_width * in_width // 2,), jnp.uint8),
-            absmax=jax.random.bits(absmax_key, (blocks,), jnp.uint8),
-            nested_absmax=jnp.full(-(-blocks // 256), 0.01, jnp.float32),
-            offset=jnp.float32(0.04),
-            shape=(out_width, in_width),
-            dtype="bfloat16",
-        )
-
-    def dense(key, shape: tuple[int, ...]):
-        return jax.random.normal(key, shape, dtype) * 0.02
-
-    for i, path in enumerate(dict.fromkeys(weight.path for weight in hf_weights(cfg))):
-        variable, name = node_at(model, path), path[-1]
-        shape_ = variable.get_value().shape
-        key = jax.random.fold_in(jax.random.key(0), i)
-        if name == "scale":
-            value = jnp.ones(shape_, dtype)
-        elif path[0] != "stacks":
-            value = jax.jit(dense, static_argnums=1)(key, shape_)
-        else:
-            make = (lambda k, s=shape_[1:]: packed(k, *s)) if base == "nf4" else (lambda k, s=shape_[1:]: dense(k, s))
-            value = jax.jit(lambda keys, make=make: jax.lax.map(make, keys))(jax.random.split(key, shape_[0]))
-        variable.set_value(value)
-    return model
-
-
-def compile_step(shape: str, base: str, remat: str, rows: int, length: int, attention: str | None):
+def compile_step(setting: Setting):
     """Compiles the trainer's own step, then makes random weights for it: (program, plan, state, frozen, batch)."""
     import jax
     import jax.numpy as jnp
     import numpy as np
 
-    from gymjax.adapters.lora import LoraSpec, attach
     from gymjax.config import OptimConfig
     from gymjax.optim.build import build
     from gymjax.training.compile import compile_program
@@ -129,18 +48,18 @@ def compile_step(shape: str, base: str, remat: str, rows: int, length: int, atte
     from gymjax.training.workload import Workload
 
     def make() -> tuple:
-        model = random_model(shape, base)
-        attach(model, LoraSpec(rank=RANK, alpha=RANK), key=jax.random.key(1))
-        return split_model(model)
+        return split_model(trained_model(setting))
 
     graphdef, params, frozen = jax.eval_shape(make)
-    optimizer = build(OptimConfig(learning_rate=1e-4), 1000, params)
+    optimizer = build(OptimConfig(learning_rate=1e-4, optim=setting.optim), 1000, params)
     state = jax.eval_shape(lambda params: init_state(params, optimizer, None), params)
-    settings = StepSettings(seed=0, max_grad_norm=1.0, attention=attention, packed=False)
+    settings = StepSettings(
+        seed=0, max_grad_norm=1.0, attention=setting.attention, packed=False, fused_ops=setting.fused
+    )
     limit = device_memory_gib()
-    cfg = decoder_cfg(SHAPES[shape])
+    cfg, rows, length = decoder_cfg(setting.shape), setting.rows, setting.length
     work = Workload(cfg, graphdef, state, frozen, settings, rows, length, 1, jnp.dtype(jnp.bfloat16))
-    plan = choose(work, remat, None if limit is None else int(limit * GIB))
+    plan = choose(work, setting.remat, None if limit is None else int(limit * GIB))
     tokens = np.random.default_rng(0).integers(3, cfg.vocab_size, (1, rows, length)).astype(np.int32)
     batch = {
         "tokens": tokens,
@@ -156,7 +75,7 @@ def compile_step(shape: str, base: str, remat: str, rows: int, length: int, atte
     return program, plan, init_state(params, optimizer, None), frozen, batch
 
 
-def time_step(shape: str, base: str, remat: str, rows: int, length: int, attention: str | None, steps: int) -> dict:
+def time_step(setting: Setting, steps: int) -> dict:
     """Compiles and times the trainer's own step.
 
     Returns:
@@ -168,7 +87,7 @@ def time_step(shape: str, base: str, remat: str, rows: int, length: int, attenti
 
     from gymjax.training.metrics import GIB, peak_flops, peak_memory_gib, step_flops
 
-    program, plan, state, frozen, batch = compile_step(shape, base, remat, rows, length, attention)
+    program, plan, state, frozen, batch = compile_step(setting)
     live, memory = sum(array.nbytes for array in jax.live_arrays()), [allocator()]
     state, metrics = program.call(state, frozen, batch)
     jax.block_until_ready(metrics)
@@ -183,10 +102,11 @@ def time_step(shape: str, base: str, remat: str, rows: int, length: int, attenti
         jax.block_until_ready(metrics)
         seconds.append(time.perf_counter() - started)
     median = statistics.median(seconds)
-    cfg, peak = SHAPES[shape], peak_flops()
-    flops = step_flops(decoder_cfg(cfg), rows * length, length, frozen_base=True)
+    tokens, peak = setting.rows * setting.length, peak_flops()
+    frozen = setting.finetune == "lora"
+    flops = step_flops(decoder_cfg(setting.shape), tokens, setting.length, frozen_base=frozen)
     return {
-        "tok_s": rows * length / median,
+        "tok_s": tokens / median,
         "seconds": median,
         "spread": (max(seconds) - min(seconds)) / median,
         "peak_gib": peak_memory_gib(),
@@ -209,13 +129,6 @@ def allocator() -> dict[str, int]:
     import jax
 
     return {"bytes_in_use": 0, "peak_bytes_in_use": 0} | (jax.local_devices()[0].memory_stats() or {})
-
-
-def decoder_cfg(hf: dict):
-    """DecoderConfig of a shape."""
-    from gymjax.models import decoder_config
-
-    return decoder_config({"model_type": "llama", **hf})
 
 
 def run_process(command: list[str], count: int = 1) -> list[dict | None]:
@@ -260,14 +173,13 @@ def lines(case: str, ours: dict, peers: dict[str, dict]) -> list[dict]:
 def parse(arguments: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shape", choices=SHAPES, default="llama3.1-8b")
-    parser.add_argument("--base", choices=("nf4", "bf16"), default="nf4")
+    add_options(parser)
     several = "full, selective, offload, none, auto, or names joined by commas; several are timed beside the same peers"
     parser.add_argument("--remat", nargs="+", default=["full"], help=several)
     parser.add_argument("--batch", nargs="+", default=["4x2048"], help="rows x tokens; several are timed in turn")
-    parser.add_argument("--attention", choices=("cudnn", "mosaic_gpu", "xla"), help="default: the fastest")
+    parser.add_argument("--fused", nargs="+", choices=("on", "off"), default=["on"], help="enable_liger_kernel")
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--peers", nargs="*", default=[], choices=("hf-liger", "unsloth"))
+    parser.add_argument("--peers", nargs="*", default=[], choices=("hf-liger", "hf", "unsloth"))
     parser.add_argument("--peer-model", default="outputs/peer_model")
     parser.add_argument("--out", default=str(ROOT / "scripts" / "results" / "train.jsonl"))
     parser.add_argument("--only", action="store_true", help="time gymjax in this process and print the result")
@@ -276,17 +188,24 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def main(arguments: list[str]) -> int:
     """Times gymjax and the peers, appends lines."""
+    if arguments[:1] == ["ladder"]:
+        import bench_ladder
+
+        return bench_ladder.main(arguments[1:])
     options = parse(arguments)
     if options.only:
-        rows, length = map(int, options.batch[0].split("x"))
-        chosen = (options.shape, options.base, options.remat[0], rows, length, options.attention, options.steps)
-        print("RESULT " + json.dumps(time_step(*chosen)))
+        setting = setting_of(options, options.batch[0], options.remat[0], fused=options.fused[0] == "on")
+        print("RESULT " + json.dumps(time_step(setting, options.steps)))
         return 0
+    if options.peers and options.finetune == "full":
+        raise SystemExit("--peers train adapters; leave them out with --finetune full")
     command = [sys.executable, __file__, "--only", "--shape", options.shape, "--base", options.base]
-    command += ["--steps", str(options.steps)]
+    command += ["--steps", str(options.steps), "--finetune", options.finetune, "--optim", options.optim]
     command += ["--attention", options.attention] if options.attention else []
-    cases = list(itertools.product(options.batch, options.remat))
-    ours = {case: run_process([*command, "--batch", case[0], "--remat", case[1]])[0] for case in cases}
+    ours = {
+        (batch, remat, fused): run_process([*command, "--batch", batch, "--remat", remat, "--fused", fused])[0]
+        for batch, remat, fused in itertools.product(options.batch, options.remat, options.fused)
+    }
     script = str(ROOT / "scripts" / "peer_step.py")
     if options.peers and not (Path(options.peer_model) / "config.json").exists():
         subprocess.run(
@@ -299,10 +218,11 @@ def main(arguments: list[str]) -> int:
         )
         peers |= {(peer, batch): result for batch, result in zip(options.batch, measured)}
     found = []
-    for (batch, remat), measured in ours.items():
-        case = f"{options.shape}-{options.base}-{batch}-r{RANK}-{remat}-remat"
-        case += f"-{options.attention}" if options.attention else ""
+    for (batch, remat, fused), measured in ours.items():
+        case = setting_of(options, batch, remat, fused=fused == "on").name
         beside = {peer: theirs for (peer, size), theirs in peers.items() if size == batch and theirs is not None}
+        unfused = ours.get((batch, remat, "off"))
+        beside |= {"unfused": unfused} if fused == "on" and unfused is not None else {}
         found += [] if measured is None else lines(case, measured, beside)
     out = Path(options.out)
     out.parent.mkdir(parents=True, exist_ok=True)

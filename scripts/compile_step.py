@@ -1,7 +1,7 @@
 """Compiles a whole training step for an H200 on a machine without a GPU: its memory, and every pass over activations.
 
 Usage: python scripts/compile_step.py [--shape llama3.1-8b] [--base nf4] [--remat full] [--batch 4x2048]
-           [--attention mosaic_gpu] [--passes]
+           [--finetune full --optim adamw_8bit] [--attention mosaic_gpu] [--passes]
 
 Prints what the program needs by the compiler's own analysis and by gymjax's plan and, with --passes, what each
 operation of the loops over layers writes (MiB) with the name that it has in the model. The step is that of
@@ -26,11 +26,10 @@ prepare()
 
 import jax
 import jax.numpy as jnp
-from bench_train import RANK, SHAPES, decoder_cfg, random_model
 from flax import nnx
 from jax.sharding import SingleDeviceSharding
+from step_shapes import Setting, add_options, decoder_cfg, setting_of, trained_model
 
-from gymjax.adapters.lora import LoraSpec, attach
 from gymjax.config import OptimConfig
 from gymjax.optim.build import build
 from gymjax.training.compile import program_peak_gib
@@ -47,23 +46,20 @@ SMALL = 4  # MiB; what writes less is not listed
 H200_BYTES = int(0.75 * 141e9)  # what JAX takes of an H200 by default
 
 
-def compile_step(shape: str, base: str, remat: str, rows: int, length: int, attention: Any) -> tuple[Any, Plan]:
-    """The compiled step of a LoRA run, from shapes alone, and the plan of its memory."""
+def compile_step(setting: Setting) -> tuple[Any, Plan]:
+    """The compiled step, from shapes alone, and the plan of its memory."""
     sharding = SingleDeviceSharding(device())
     _platform.compute_capability = lambda: (9, 0)
 
-    def make():
-        model = random_model(shape, base)
-        attach(model, LoraSpec(rank=RANK, alpha=RANK), key=jax.random.key(1))
-        return model
-
-    graphdef, params, frozen = split_model(nnx.eval_shape(make))
-    optimizer = build(OptimConfig(learning_rate=1e-4), 1000, params)
+    graphdef, params, frozen = split_model(nnx.eval_shape(lambda: trained_model(setting)))
+    optimizer = build(OptimConfig(learning_rate=1e-4, optim=setting.optim), 1000, params)
     state = jax.eval_shape(lambda params: init_state(params, optimizer, None), params)
-    settings = StepSettings(seed=0, max_grad_norm=1.0, attention=attention, packed=False)
-    cfg = decoder_cfg(SHAPES[shape])
+    settings = StepSettings(
+        seed=0, max_grad_norm=1.0, attention=setting.attention, packed=False, fused_ops=setting.fused
+    )
+    cfg, rows, length = decoder_cfg(setting.shape), setting.rows, setting.length
     work = Workload(cfg, graphdef, state, frozen, settings, rows, length, 1, jnp.dtype(jnp.bfloat16))
-    plan = choose(work, remat, H200_BYTES)
+    plan = choose(work, setting.remat, H200_BYTES)
     ints = jax.ShapeDtypeStruct((1, rows, length), jnp.int32)
     batch = dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), ints)
     batch["loss_weights"] = jax.ShapeDtypeStruct(ints.shape, jnp.float32)
@@ -107,19 +103,18 @@ def passes(text: str) -> list[str]:
 def main() -> None:
     """Compiles one step and prints its report."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shape", default="llama3.1-8b")
-    parser.add_argument("--base", default="nf4", choices=("nf4", "bf16"))
+    add_options(parser, attention="mosaic_gpu")
     parser.add_argument(
         "--remat", default="full", help="full, selective, offload, none, auto, or names joined by commas"
     )
     parser.add_argument("--batch", default="4x2048", help="rows x tokens")
-    parser.add_argument("--attention", default="mosaic_gpu")
+    parser.add_argument("--unfused", action="store_true", help="with enable_liger_kernel: false")
     parser.add_argument("--passes", action="store_true")
     parser.add_argument("--json", action="store_true", help="print the sizes alone, as check_plan.py reads them")
     options = parser.parse_args()
-    rows, length = (int(part) for part in options.batch.split("x"))
+    setting = setting_of(options, options.batch, options.remat, fused=not options.unfused)
     started = time.perf_counter()
-    program, plan = compile_step(options.shape, options.base, options.remat, rows, length, options.attention)
+    program, plan = compile_step(setting)
     analysis = program.memory_analysis()
     if options.json:
         found = {"plan_gib": plan.memory.peak / GIB, "predicted_gib": program_peak_gib(program), "remat": plan.remat}
@@ -131,8 +126,8 @@ def main() -> None:
         "temporaries": analysis.temp_size_in_bytes,
     }
     parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in sizes.items())
-    case = f"{options.shape} {options.base} {options.batch} {options.remat} remat"
-    print(f"{case}: {program_peak_gib(program):.2f} GiB ({parts}); compiled in {time.perf_counter() - started:.0f} s")
+    seconds = time.perf_counter() - started
+    print(f"{setting.name}: {program_peak_gib(program):.2f} GiB ({parts}); compiled in {seconds:.0f} s")
     print(*describe(plan), sep="\n")
     if options.passes:
         print(*passes(program.as_text()), sep="\n")

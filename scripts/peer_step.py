@@ -1,7 +1,7 @@
 """Times one LoRA or QLoRA training step of a peer (torch) for bench_train.py, which starts one process per measurement.
 
-Usage: python scripts/peer_step.py make FOLDER '{"hidden_size": ...}'      writes a random Llama of that shape
-       python scripts/peer_step.py hf-liger|unsloth FOLDER nf4|bf16 ROWSxLENGTH ...
+Usage: python scripts/peer_step.py make FOLDER '{"hidden_size": ...}'      writes a random model of that shape
+       python scripts/peer_step.py hf-liger|hf|unsloth FOLDER nf4|bf16 ROWSxLENGTH ...
 
 Prints one line "RESULT {...}" for every batch, in their order; an error of one where that one failed.
 """
@@ -19,20 +19,22 @@ os.environ.setdefault("UNSLOTH_DISABLE_STATISTICS", "1")
 
 RANK = 16
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]  # parameters: all experts of a layer in one tensor
 
 
 def make(folder: str, shape: dict) -> None:
-    """Writes a Llama of the given shape with normal(0, 0.02) weights and a word-level tokenizer of that vocabulary."""
+    """Writes a model of the given shape with normal(0, 0.02) weights and a word-level tokenizer of that vocabulary."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, initialization
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, initialization
 
     rope = {"rope_type": "default", "rope_theta": shape.pop("rope_theta", 10000.0)}
-    config = LlamaConfig(**shape, max_position_embeddings=131072, rope_parameters=rope, tie_word_embeddings=False)
+    options = {"max_position_embeddings": 131072, "rope_parameters": rope, "tie_word_embeddings": False}
+    config = AutoConfig.for_model(shape.pop("model_type", "llama"), **shape, **options)
     config.bos_token_id, config.eos_token_id, config.pad_token_id = 0, 1, 2
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda"), initialization.no_init_weights():
-        model = LlamaForCausalLM(config)
+        model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             weight.fill_(1.0) if "norm" in name else weight.normal_(0, 0.02)
@@ -66,13 +68,23 @@ def load_unsloth(folder: str, base: str, length: int):
 
 
 def load_hf_liger(folder: str, base: str, length: int):
-    """transformers + PEFT + bitsandbytes with SDPA attention and Liger's kernels."""
-    import torch
+    """What load_hf gives, with Liger's kernels, which are Llama's."""
     from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+    apply_liger_kernel_to_llama()
+    return load_hf(folder, base, length)
+
+
+def load_hf(folder: str, base: str, length: int):
+    """transformers + PEFT + bitsandbytes with SDPA attention.
+
+    PEFT adapts experts through the tensor that holds a layer's. There gate and up are one projection, whose adapter has
+    one down-projection of RANK for both, where gymjax trains one for each: a third less to train in gate and up.
+    """
+    import torch
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-    apply_liger_kernel_to_llama()
     packed = None
     if base == "nf4":
         packed = BitsAndBytesConfig(
@@ -87,12 +99,16 @@ def load_hf_liger(folder: str, base: str, length: int):
     model.config.use_cache = False
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.enable_input_require_grads()
-    model = get_peft_model(model, LoraConfig(r=RANK, lora_alpha=RANK, target_modules=TARGETS, task_type="CAUSAL_LM"))
+    targets: dict = {"target_modules": TARGETS}
+    if hasattr(model.config, "num_experts_per_tok"):
+        targets = {"target_modules": TARGETS[:4], "target_parameters": EXPERTS}
+    model = get_peft_model(model, LoraConfig(r=RANK, lora_alpha=RANK, task_type="CAUSAL_LM", **targets))
+    print(f"{sum(w.numel() for w in model.parameters() if w.requires_grad):,} weights are trained", flush=True)
     return model.train()
 
 
-def time_step(model, rows: int, length: int) -> dict:
-    """Median of eight steps after three to warm up: forward, backward, fused AdamW on the adapter."""
+def time_step(model, rows: int, length: int, steps: int = 8) -> dict:
+    """Median of the steps after three to warm up: forward, backward, fused AdamW on the adapter."""
     import torch
 
     torch.cuda.empty_cache()
@@ -101,8 +117,8 @@ def time_step(model, rows: int, length: int) -> dict:
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     optimizer = torch.optim.AdamW(trained, 1e-4, fused=True)
     tokens = torch.randint(3, model.config.vocab_size, (rows, length), device="cuda")
-    seconds = []
-    for _ in range(11):
+    seconds, losses = [], []
+    for _ in range(3 + steps):
         torch.cuda.synchronize()
         started = time.perf_counter()
         loss = model(input_ids=tokens, labels=tokens).loss
@@ -111,9 +127,10 @@ def time_step(model, rows: int, length: int) -> dict:
         optimizer.zero_grad(set_to_none=True)
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - started)
+        losses.append(float(loss.detach()))
     median = statistics.median(seconds[3:])
     peak = torch.cuda.max_memory_allocated() / 2**30
-    return {"tok_s": rows * length / median, "seconds": median, "peak_gib": peak, "loss": float(loss)}
+    return {"tok_s": rows * length / median, "seconds": median, "peak_gib": peak, "loss": losses[-1]}
 
 
 def main(arguments: list[str]) -> None:
@@ -123,7 +140,7 @@ def main(arguments: list[str]) -> None:
         return
     peer, folder, base, *batches = arguments
     sizes = [tuple(map(int, batch.split("x"))) for batch in batches]
-    load = {"unsloth": load_unsloth, "hf-liger": load_hf_liger}[peer]
+    load = {"unsloth": load_unsloth, "hf-liger": load_hf_liger, "hf": load_hf}[peer]
     model = load(folder, base, max(length for _, length in sizes))
     for rows, length in sizes:
         try:

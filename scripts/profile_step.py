@@ -23,8 +23,9 @@ from typing import Any, NamedTuple
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_enable_command_buffer="
 
 import jax
-from bench_train import SHAPES, compile_step
+from bench_train import compile_step
 from jax.profiler import ProfileData
+from step_shapes import add_options, setting_of
 
 
 class Kernel(NamedTuple):
@@ -62,17 +63,13 @@ def kernels(profile: ProfileData, names: dict[str, str], steps: int) -> list[Ker
 def main() -> None:
     """Runs a few steps under the profiler and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shape", choices=SHAPES, default="llama3.1-8b")
-    parser.add_argument("--base", default="nf4", choices=("nf4", "bf16"))
+    add_options(parser)
     parser.add_argument("--remat", default="full")
     parser.add_argument("--batch", default="4x2048", help="rows x tokens")
-    parser.add_argument("--attention")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--top", type=int, default=60)
     options = parser.parse_args()
-    rows, length = (int(part) for part in options.batch.split("x"))
-    chosen: Any = (options.shape, options.base, options.remat, rows, length, options.attention)
-    program, _, state, frozen, batch = compile_step(*chosen)
+    program, _, state, frozen, batch = compile_step(setting_of(options, options.batch, options.remat))
     for _ in range(2):
         state, metrics = program.call(state, frozen, batch)
     jax.block_until_ready(metrics)
