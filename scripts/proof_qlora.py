@@ -39,7 +39,7 @@ OPTIM = {
     "weight_decay": 0.01,
     "max_grad_norm": 1.0,
 }
-RUNS = (report.OURS, report.UNPACKED, report.PEER)
+RUNS = (report.OURS, report.PEER, report.UNPACKED)
 
 
 def prepare(folder: Path, options: argparse.Namespace) -> None:
