@@ -39,7 +39,7 @@ OPTIM = {
     "weight_decay": 0.01,
     "max_grad_norm": 1.0,
 }
-RUNS = (report.OURS, report.UNPACKED, report.PEER)
+RUNS = (report.OURS, report.PEER, report.UNPACKED)
 
 
 def prepare(folder: Path, options: argparse.Namespace) -> None:
@@ -104,19 +104,25 @@ def command(name: str, folder: Path, options: argparse.Namespace) -> list[str]:
 
 def run(name: str, folder: Path, options: argparse.Namespace) -> dict | None:
     """Runs one side; None when it failed."""
-    out, started = folder / f"{name}.json", time.perf_counter()
-    out.unlink(missing_ok=True)
+    started = time.perf_counter()
+    (folder / f"{name}.json").unlink(missing_ok=True)
     print(f"== {report.NAMES[name]}", flush=True)
     try:
         done = subprocess.run(command(name, folder, options), check=False, timeout=options.timeout)
     except subprocess.TimeoutExpired:
         print(f"{name}: stopped after {options.timeout} s", flush=True)
         return None
-    if done.returncode or not out.exists():
+    if done.returncode:
         print(f"{name}: failed with status {done.returncode}", flush=True)
         return None
     print(f"{name}: {time.perf_counter() - started:.0f} s", flush=True)
-    return json.loads(out.read_text())
+    return finished(name, folder)
+
+
+def finished(name: str, folder: Path) -> dict | None:
+    """What a run wrote; None where it did not."""
+    path = folder / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else None
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -129,6 +135,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16", help="of the computation")
     parser.add_argument("--xla", action="store_true", help="no kernels of ours: XLA's form of every operation")
     parser.add_argument("--runs", nargs="+", choices=RUNS, default=RUNS)
+    parser.add_argument("--compare", action="store_true", help="run nothing: compare what lies in --folder")
     parser.add_argument("--torch-python", default=os.environ.get("GYMJAX_TORCH_PYTHON", sys.executable))
     parser.add_argument("--folder", default="outputs/proof", help="for the model, the rows and the runs")
     parser.add_argument("--timeout", type=float, default=None, help="seconds for each run")
@@ -138,21 +145,20 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def main(arguments: list[str]) -> int:
     """Prepares, runs every side, compares."""
-    import jax
-
-    from pallas_kernels.bench import commit
-
     options = parse(arguments)
     folder, out = Path(options.folder).absolute(), Path(options.out)
     folder.mkdir(parents=True, exist_ok=True)
     out.mkdir(parents=True, exist_ok=True)
-    prepared = subprocess.run([sys.executable, __file__, "--prepare", *arguments], check=False)
-    if prepared.returncode:
-        return prepared.returncode
-    found = {name: run(name, folder, options) for name in options.runs}
+    if options.compare:
+        found = {name: finished(name, folder) for name in options.runs}
+    else:
+        prepared = subprocess.run([sys.executable, __file__, "--prepare", *arguments], check=False)
+        if prepared.returncode:
+            return prepared.returncode
+        found = {name: run(name, folder, options) for name in options.runs}
     runs = {name: result for name, result in found.items() if result is not None}
     settings = json.loads((folder / "settings.json").read_text())
-    lines = report.result_lines(runs, settings, {"jax": jax.__version__, "commit": commit()})
+    lines = report.result_lines(runs, settings)
     with (out / "proof.jsonl").open("a") as file:
         file.writelines(json.dumps(line) + "\n" for line in lines)
     if runs:

@@ -37,12 +37,13 @@ def tokens_per_second(run: Mapping, tokens: int) -> float:
     return tokens / float(np.median(run["seconds"][len(run["seconds"]) // 4 :]))
 
 
-def result_lines(runs: Mapping[str, dict], settings: Mapping, about: Mapping) -> list[dict]:
-    """Result lines of our packed run beside each other run that there is."""
+def result_lines(runs: Mapping[str, dict], settings: Mapping) -> list[dict]:
+    """Result lines of our packed run beside each other run that there is; no speeds of CPUs, which others use too."""
     if OURS not in runs:
         return []
     ours, rows, length, steps = runs[OURS], settings["rows"], settings["length"], settings["steps"]
-    stamp = {"time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "device": ours["device"]}
+    stamp = {name: ours[name] for name in ("device", "jax", "commit")}
+    stamp["time"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     case = f"smollm2-135m-nf4-{settings['precision']}-{rows}x{length}-{steps}-steps"
     case += "" if settings["kernels"] else "-xla"
     shared = {"bench": "proof", "case": case, "implementation": "gymjax"}
@@ -52,15 +53,16 @@ def result_lines(runs: Mapping[str, dict], settings: Mapping, about: Mapping) ->
             continue
         peer = runs[name]
         speeds = [tokens_per_second(run, rows * length) for run in (ours, peer)]
-        values = {
+        values: dict[str, tuple[float, float | None, float | None]] = {
             "eval_loss_before": (ours["eval_before"], peer["eval_before"], peer["eval_before"] / ours["eval_before"]),
             "eval_loss": (ours["eval_after"], peer["eval_after"], peer["eval_after"] / ours["eval_after"]),
             "smoothed_loss_gap": (gap(ours["losses"], peer["losses"]), None, None),
-            "tok_s": (*speeds, speeds[0] / speeds[1]),
         }
+        if ours["device"] != "cpu":
+            values["tok_s"] = (speeds[0], speeds[1], speeds[0] / speeds[1])
         for metric, (value, peer_value, ratio) in values.items():
             numbers = {"metric": metric, "value": value, "peer": name, "peer_value": peer_value, "ratio": ratio}
-            found.append(shared | numbers | dict(about) | stamp)
+            found.append(shared | numbers | stamp)
     return found
 
 

@@ -27,6 +27,7 @@ from gymjax.optim.build import build  # noqa: E402
 from gymjax.training.step import StepSettings, init_state, make_eval_step, make_step, split_model  # noqa: E402
 from pallas_kernels import OPS  # noqa: E402
 from pallas_kernels._dispatch import left_to_xla  # noqa: E402
+from pallas_kernels.bench import commit  # noqa: E402
 
 OPTIM = ("learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay", "max_grad_norm", "warmup_steps")
 
@@ -87,6 +88,8 @@ def train(folder: Path, base: str) -> dict:
         "eval_before": before,
         "eval_after": evaluate(state.params),
         "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "commit": commit(),
     }
 
 

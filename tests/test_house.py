@@ -19,7 +19,7 @@ TEXTS = sorted(
     path
     for pattern in ("*.md", "*.txt", "*.toml", "*.yaml", ".ci/run", "scripts/**/*", "configs/*", "data/*")
     for path in ROOT.glob(pattern)
-    if path.is_file() and "__pycache__" not in path.parts
+    if path.is_file() and "__pycache__" not in path.parts and path.suffix != ".png"
 )
 RESULT_KEYS = {
     "bench", "case", "implementation", "metric", "value", "peer", "peer_value", "ratio", "device", "jax", "commit",

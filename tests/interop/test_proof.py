@@ -26,7 +26,8 @@ report, data = script("proof_report"), script("proof_data")
 
 
 def run(losses, after=2.0):
-    return {"losses": losses, "seconds": [0.5] * 40, "eval_before": 4.0, "eval_after": after, "device": "cpu"}
+    told = {"losses": losses, "seconds": [0.5] * 40, "eval_before": 4.0, "eval_after": after}
+    return told | {"device": "some GPU", "jax": "0", "commit": "c"}
 
 
 def test_gap_is_the_largest_of_the_smoothed_curves():
@@ -48,11 +49,11 @@ def test_bars_and_lines():
     assert not report.verdict({report.OURS: run(curve), report.PEER: run(curve, after=2.02)})[1]
     assert not report.verdict({report.OURS: run(curve), report.PEER: run([3.1] * 40)})[1]
     assert not report.verdict({report.OURS: run(curve)})[1]
-    lines = report.result_lines(runs, SETTINGS, {"jax": "0", "commit": "c"})
+    lines = report.result_lines(runs, SETTINGS)
     assert {line["metric"] for line in lines} == {"eval_loss_before", "eval_loss", "smoothed_loss_gap", "tok_s"}
     (speed,) = [line for line in lines if line["metric"] == "tok_s"]
     assert (speed["value"], speed["ratio"]) == (128.0, 1.0)
-    assert report.result_lines({report.PEER: run(curve)}, SETTINGS, {}) == []
+    assert report.result_lines({report.PEER: run(curve)}, SETTINGS) == []
 
 
 def test_curves_come_back_and_are_drawn(tmp_path):
