@@ -12,7 +12,7 @@ from pallas_kernels import _platform
 from pallas_kernels.flash_attention.bounds import pad_bounds, row_bounds
 from pallas_kernels.flash_attention.mosaic_gpu_backward import BackwardTiles, backward_dkv, backward_dq
 from pallas_kernels.flash_attention.mosaic_gpu_forward import ForwardTiles, forward_tiles
-from pallas_kernels.flash_attention.mosaic_gpu_fused import backward_fused
+from pallas_kernels.flash_attention.mosaic_gpu_fused import FusedTiles, backward_fused
 from pallas_kernels.flash_attention.mosaic_gpu_splitting import split_work
 from pallas_kernels.flash_attention.mosaic_gpu_tiles import LOG2E, Scores
 
@@ -134,7 +134,7 @@ def _attend_bwd(form: Form, residuals, cotangents):
 def _backward(form: Form, *inputs):
     width = inputs[0].shape[-1]
     if not form.deterministic:
-        tiles = BackwardTiles(stream=128 if width == 64 else 64, staged=form.staged)
+        tiles = FusedTiles(stream=128 if width == 64 else 64, staged=form.staged)
         return backward_fused(*inputs, scores=form.scores, tiles=tiles)
     tiles = BackwardTiles(split_width=width > 128, staged=form.staged)
     dk, dv = backward_dkv(*inputs, scores=form.scores, tiles=tiles)

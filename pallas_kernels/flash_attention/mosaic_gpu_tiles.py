@@ -127,11 +127,16 @@ def launch(kernel, scratch_types, *args, out_type, grid: dict[str, int]):
     )
 
 
-def launch_in_place(kernel, scratch_types, *args, out: tuple, grid: dict[str, int]):
-    """As `launch`, for outputs that the kernel adds to: `out` holds their first values."""
+def launch_in_place(kernel, scratch_types, *args, out: tuple, grid: dict[str, int], auto_barriers: bool = True):
+    """As `launch`, for outputs that the kernel adds to: `out` holds their first values.
+
+    Without `auto_barriers` no barrier is put around stores to shared memory: the kernel must not read with ordinary
+    loads what it writes.
+    """
+    params = dataclasses.replace(_FAST, unsafe_no_auto_barriers=not auto_barriers)
 
     def run(refs):
-        pl.kernel(_entry(kernel, scratch_types), mesh=plgpu.Mesh(**_threads(grid)), compiler_params=_FAST)(*refs)
+        pl.kernel(_entry(kernel, scratch_types), mesh=plgpu.Mesh(**_threads(grid)), compiler_params=params)(*refs)
 
     return pl.run_state(run)((*args, *out))[len(args) :]
 
