@@ -54,6 +54,7 @@ class FusedTiles:
     ahead: bool = True
     dq_first: bool = False
     auto_barriers: bool = False
+    opaque: bool = True
     omit: str = ""
     registers: int = 240
     staged: bool = False
@@ -105,7 +106,6 @@ def backward_fused(q, k, v, dout, lse, delta, lo, hi, *, scores: Scores, tiles: 
         def compute(dk_ref_, dv_ref_, *ahead_ref):
             base = k_tile * rows + warpgroup * own
             my_k, my_v = k_smem.at[warpgroup], v_smem.at[warpgroup]
-            part = pl.ds(warpgroup * dq_shape[1 - by_query], dq_shape[1 - by_query])
             accumulator = plgpu.ACC(shape, jnp.float32)
 
             def add(ref, a, b):
@@ -124,6 +124,10 @@ def backward_fused(q, k, v, dout, lse, delta, lo, hi, *, scores: Scores, tiles: 
 
             def step(index, masked: bool, head):
                 turn = head * visits + index - begin
+                # Opaque, so that addresses are formed anew in each step: kept across steps, they spill.
+                mine = lax.optimization_barrier(warpgroup) if tiles.opaque else warpgroup
+                my_k, my_v = k_smem.at[mine], v_smem.at[mine]
+                part = pl.ds(mine * dq_shape[1 - by_query], dq_shape[1 - by_query])
                 slot, half = lax.rem(turn, jnp.int32(stages)), lax.rem(turn, jnp.int32(2))
 
                 def weigh(score_ref, dweight_ref):
@@ -152,7 +156,7 @@ def backward_fused(q, k, v, dout, lse, delta, lo, hi, *, scores: Scores, tiles: 
                     plgpu.wgmma_wait(more)
                     plgpu.barrier_arrive(free.at[slot])
                     return
-                dscore_smem[half, warpgroup] = dscore
+                dscore_smem[half, mine] = dscore
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(exchanged.at[half])
                 if not tiles.dq_first:
@@ -183,14 +187,14 @@ def backward_fused(q, k, v, dout, lse, delta, lo, hi, *, scores: Scores, tiles: 
                     plgpu.barrier_arrive(free.at[slot])
                 if tiles.omit != "reduce":
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                dq_smem[warpgroup] = dq
+                dq_smem[mine] = dq
                 plgpu.commit_smem()
-                first = index * stream + (warpgroup * dq_shape[0] if by_query else 0)
-                at = (row, kv_head * group + head, 0 if by_query else warpgroup, pl.ds(first, dq_shape[0]))
+                first = index * stream + (mine * dq_shape[0] if by_query else 0)
+                at = (row, kv_head * group + head, 0 if by_query else mine, pl.ds(first, dq_shape[0]))
                 if tiles.staged:
-                    plgpu.copy_smem_to_gmem(dq_smem.at[warpgroup], dq_ref.at[(k_tile, *at)])
+                    plgpu.copy_smem_to_gmem(dq_smem.at[mine], dq_ref.at[(k_tile, *at)])
                 elif tiles.omit != "reduce":
-                    plgpu.copy_smem_to_gmem(dq_smem.at[warpgroup], dq_ref.at[at], reduction_op="add")
+                    plgpu.copy_smem_to_gmem(dq_smem.at[mine], dq_ref.at[at], reduction_op="add")
                 if tiles.dq_first:
                     plgpu.wgmma_wait(more)
                     plgpu.barrier_arrive(free.at[slot])
