@@ -26,6 +26,7 @@ from pallas_kernels.flash_attention.mosaic_gpu_tiles import (
     by_column,
     drain,
     filled,
+    index_along,
     launch_in_place,
     swizzled,
     visit,
@@ -55,9 +56,17 @@ class FusedTiles:
     dq_first: bool = False
     auto_barriers: bool = False
     opaque: bool = True
+    one_loop: bool = False
     omit: str = ""
     registers: int = 240
     staged: bool = False
+
+
+def hide(weight, bounds, first_key):
+    """Weights of a tile of keys by queries, those outside of the queries' bounds 0."""
+    key = index_along(0, first_key, weight.shape)
+    seen = (key >= by_column(bounds[0], weight.shape)) & (key <= by_column(bounds[1], weight.shape))
+    return jnp.where(seen, weight, 0.0)
 
 
 def backward_fused(q, k, v, dout, lse, delta, lo, hi, *, scores: Scores, tiles: FusedTiles):
@@ -122,8 +131,7 @@ def backward_fused(q, k, v, dout, lse, delta, lo, hi, *, scores: Scores, tiles: 
                 if not tiles.staged:
                     plgpu.wgmma(ref, my_k, q_smem.at[slot].transpose((1, 0)))
 
-            def step(index, masked: bool, head):
-                turn = head * visits + index - begin
+            def step(index, masked, head, turn):
                 # Opaque, so that addresses are formed anew in each step: kept across steps, they spill.
                 mine = lax.optimization_barrier(warpgroup) if tiles.opaque else warpgroup
                 my_k, my_v = k_smem.at[mine], v_smem.at[mine]
@@ -135,11 +143,18 @@ def backward_fused(q, k, v, dout, lse, delta, lo, hi, *, scores: Scores, tiles: 
                         score_of(score_ref, turn)
                     if tiles.staged:
                         plgpu.wgmma(score_ref, my_k, q_smem.at[slot].transpose((1, 0)))
+                    # With nothing else in flight where a step begins: the assembler orders products in vain otherwise.
+                    product = plgpu.wgmma_accumulator_load(score_ref) if tiles.ahead else None
                     plgpu.barrier_wait(dout_ready.at[slot])
                     plgpu.wgmma(dweight_ref, my_v, dout_smem.at[slot].transpose((1, 0)))
-                    product = plgpu.wgmma_accumulator_load(score_ref, wait_n=1)
-                    bounds = (lo_smem.at[slot], hi_smem.at[slot]) if masked else None
-                    weight, slope = weights_by_key(scores, product, lse_smem.at[slot], bounds, base)
+                    if product is None:
+                        product = plgpu.wgmma_accumulator_load(score_ref, wait_n=1)
+                    bounds = (lo_smem.at[slot], hi_smem.at[slot])
+                    now = bounds if masked is True else None
+                    weight, slope = weights_by_key(scores, product, lse_smem.at[slot], now, base)
+                    if not isinstance(masked, bool):
+                        weight = lax.cond(masked, lambda w: hide(w, bounds, base), lambda w: w, weight)
+                        slope = weight
                     add(dv_ref_, weight.astype(q.dtype), dout_smem.at[slot])
                     dweight = plgpu.wgmma_accumulator_load(dweight_ref, wait_n=1)
                     return (slope * (dweight - by_column(delta_smem.at[slot], shape))).astype(q.dtype)
@@ -171,20 +186,19 @@ def backward_fused(q, k, v, dout, lse, delta, lo, hi, *, scores: Scores, tiles: 
                         else:
                             keys_of = keys_of.at[:, part]
                         plgpu.wgmma(dq_acc, dscore_of.transpose((1, 0)), keys_of)
-                    in_flight = 0
                     if tiles.dq_first:
                         add(dk_ref_, dscore, q_smem.at[slot])
-                        in_flight += 1
+                    else:  # what dV and dK took from registers is free for the next scores
+                        plgpu.wgmma_wait(1)
+                        plgpu.barrier_arrive(free.at[slot])
+                    dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=1) if tiles.dq_first else None
                     if tiles.ahead:
                         if not tiles.staged:
                             ahead_ref[0][...] = filled(shape, 0.0)
                         score_of(ahead_ref[0] if ahead_ref else None, turn + 1)
-                        in_flight += 1
-                    return plgpu.wgmma_accumulator_load(dq_acc, wait_n=in_flight)
+                    return plgpu.wgmma_accumulator_load(dq_acc, wait_n=more) if dq is None else dq
 
                 dq = pl.run_scoped(multiply, plgpu.ACC(dq_shape, jnp.float32))
-                if not tiles.dq_first:
-                    plgpu.barrier_arrive(free.at[slot])
                 if tiles.omit != "reduce":
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 dq_smem[mine] = dq
@@ -204,9 +218,22 @@ def backward_fused(q, k, v, dout, lse, delta, lo, hi, *, scores: Scores, tiles: 
                 score_of(ahead_ref[0] if ahead_ref else None, jnp.int32(0))
 
             def one_head(head, _):
-                visit(span, lambda index, _, masked: step(index, masked, head), None)
+                def one(index, _, masked):
+                    step(index, masked, head, head * visits + index - begin)
 
-            lax.fori_loop(0, group, one_head, None)
+                visit(span, one, None)
+
+            def one_tile(turn, at):
+                head, index = at
+                masked = (index < span[1]) | (index >= span[2])
+                step(index, masked, head, turn)
+                last = index + 1 == span[3]
+                return head + last.astype(jnp.int32), jnp.where(last, begin, index + 1)
+
+            if tiles.one_loop:
+                lax.fori_loop(0, group * visits, one_tile, (jnp.int32(0), begin))
+            else:
+                lax.fori_loop(0, group, one_head, None)
             if tiles.ahead:
                 plgpu.wgmma_wait(0)
                 plgpu.barrier_wait(dout_ready.at[lax.rem(group * visits, jnp.int32(stages))])
