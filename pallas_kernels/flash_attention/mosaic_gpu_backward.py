@@ -18,6 +18,7 @@ from pallas_kernels.flash_attention.mosaic_gpu_tiles import (
     WARPGROUPS,
     Scores,
     accumulate,
+    anew,
     by_column,
     by_row,
     drain,
@@ -169,6 +170,8 @@ def backward_dkv(q, k, v, dout, lse, delta, lo, hi, *, scores: Scores, tiles: Ba
 
             def step(index, sums, masked: bool, head):
                 slot = lax.rem(head * visits + index - begin, jnp.int32(stages))
+                part = anew(0 if tiles.split_width else warpgroup)
+                my_k, my_v = k_smem.at[part], v_smem.at[part]
                 plgpu.barrier_wait(ready.at[slot])
                 score, dweight = two_products(
                     (my_k, q_smem.at[slot].transpose((1, 0))), (my_v, dout_smem.at[slot].transpose((1, 0))), shape
@@ -301,6 +304,8 @@ def backward_dq(q, k, v, dout, lse, delta, lo, hi, *, scores: Scores, tiles: Bac
 
             def step(index, sums, masked: bool):
                 slot = lax.rem(index - begin, jnp.int32(stages))
+                mine = anew(warpgroup)
+                my_q, my_dout = q_smem.at[mine], dout_smem.at[mine]
                 plgpu.barrier_wait(ready.at[slot])
                 score, dweight = two_products(
                     (my_q, k_smem.at[slot].transpose((1, 0))), (my_dout, v_smem.at[slot].transpose((1, 0))), shape

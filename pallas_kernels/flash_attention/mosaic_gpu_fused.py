@@ -23,6 +23,7 @@ from pallas_kernels.flash_attention.mosaic_gpu_backward import weights_by_key
 from pallas_kernels.flash_attention.mosaic_gpu_tiles import (
     WARPGROUPS,
     Scores,
+    anew,
     by_column,
     drain,
     filled,
@@ -55,7 +56,6 @@ class FusedTiles:
     ahead: bool = True
     dq_first: bool = False
     auto_barriers: bool = False
-    opaque: bool = True
     one_loop: bool = False
     omit: str = ""
     registers: int = 240
@@ -132,8 +132,7 @@ def backward_fused(q, k, v, dout, lse, delta, lo, hi, *, scores: Scores, tiles: 
                     plgpu.wgmma(ref, my_k, q_smem.at[slot].transpose((1, 0)))
 
             def step(index, masked, head, turn):
-                # Opaque, so that addresses are formed anew in each step: kept across steps, they spill.
-                mine = lax.optimization_barrier(warpgroup) if tiles.opaque else warpgroup
+                mine = anew(warpgroup)
                 my_k, my_v = k_smem.at[mine], v_smem.at[mine]
                 part = pl.ds(mine * dq_shape[1 - by_query], dq_shape[1 - by_query])
                 slot, half = lax.rem(turn, jnp.int32(stages)), lax.rem(turn, jnp.int32(2))

@@ -66,6 +66,14 @@ def index_along(axis: int, first, shape: tuple[int, int]):
     return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA) + first
 
 
+def anew(index):
+    """The index, such that the compiler forms what depends on it where it is used.
+
+    Otherwise it forms the addresses of all operands once, before a loop, and keeps more of them than registers hold.
+    """
+    return lax.optimization_barrier(jnp.int32(index))
+
+
 def accumulate(sums, staging, products):
     """Calls `products(add_0, add_1, ...)`, where `add_i(a, b)` adds a @ b to the i-th sum; returns the sums.
 
