@@ -54,7 +54,7 @@ def refuses(
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """Which kernels run.
+    """Which kernels run. `options` are of timing experiments: fields of FusedTiles and, named forward_*, ForwardTiles.
 
     Attributes:
         scores: from products to scores.
@@ -66,6 +66,7 @@ class Form:
     scores: Scores
     deterministic: bool = True
     staged: bool = False
+    options: tuple = ()
 
 
 def forward(
@@ -81,6 +82,7 @@ def forward(
     sinks: Float[Array, " N"] | None = None,
     deterministic: bool = True,
     staged: bool = False,
+    options: tuple = (),
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
     """Attend; returns (out, lse), differentiable in both. Memory grows with T: masks are two integers a row.
 
@@ -91,7 +93,7 @@ def forward(
     q, k, v = (_pad(x) for x in (q, k, v))
     lo, hi = pad_bounds(lo, hi, q.shape[1], keys)
     sinks = None if sinks is None else sinks.astype(jnp.float32)
-    form = Form(Scores(scale, softcap), deterministic or q.shape[-1] not in FUSED_WIDTHS, staged)
+    form = Form(Scores(scale, softcap), deterministic or q.shape[-1] not in FUSED_WIDTHS, staged, options)
     out, lse = _attend(q, k, v, lo, hi, sinks, form)
     lse = jnp.where(jnp.isposinf(lse), -jnp.inf, lse / LOG2E)
     return out[:, :tokens], lse[..., :tokens]
@@ -109,6 +111,8 @@ def _attend(q, k, v, lo, hi, sinks, form: Form):
 
 def _attend_fwd(q, k, v, lo, hi, sinks, form: Form):
     tiles = ForwardTiles(block_kv=64, items=1) if q.shape[-1] > 128 else ForwardTiles()
+    mine = {name[8:]: value for name, value in form.options if name.startswith("forward_")}
+    tiles = dataclasses.replace(tiles, **mine)
     if form.staged:  # few blocks, so that the interpreter meets one with several items
         tiles = dataclasses.replace(tiles, staged=True, blocks=2)
     kernel = functools.partial(forward_tiles, scores=form.scores, tiles=tiles)
@@ -135,6 +139,8 @@ def _backward(form: Form, *inputs):
     width = inputs[0].shape[-1]
     if not form.deterministic:
         tiles = FusedTiles(stream=128 if width == 64 else 64, staged=form.staged)
+        mine = {name: value for name, value in form.options if not name.startswith("forward_")}
+        tiles = dataclasses.replace(tiles, **mine)
         return backward_fused(*inputs, scores=form.scores, tiles=tiles)
     tiles = BackwardTiles(split_width=width > 128, staged=form.staged)
     dk, dv = backward_dkv(*inputs, scores=form.scores, tiles=tiles)

@@ -57,6 +57,8 @@ class FusedTiles:
     dq_first: bool = False
     auto_barriers: bool = False
     one_loop: bool = False
+    flat: bool = True
+    order: tuple[str, ...] = ("heads", "tiles", "batch")
     omit: str = ""
     registers: int = 240
     staged: bool = False
@@ -204,6 +206,8 @@ def backward_fused(q, k, v, dout, lse, delta, lo, hi, *, scores: Scores, tiles: 
                 plgpu.commit_smem()
                 first = index * stream + (mine * dq_shape[0] if by_query else 0)
                 at = (row, kv_head * group + head, 0 if by_query else mine, pl.ds(first, dq_shape[0]))
+                if not tiles.flat:
+                    at = (row, pl.ds(first, dq_shape[0]), kv_head * group + head, *(() if by_query else (part,)))
                 if tiles.staged:
                     plgpu.copy_smem_to_gmem(dq_smem.at[mine], dq_ref.at[(k_tile, *at)])
                 elif tiles.omit != "reduce":
@@ -272,7 +276,9 @@ def backward_fused(q, k, v, dout, lse, delta, lo, hi, *, scores: Scores, tiles: 
                 head, at = kv_head * group + head, pl.ds(index * stream, stream)
                 pl.when(turn >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
                 for ref, smem in ((q_ref, q_smem), (lse_ref, lse_smem), (lo_ref, lo_smem), (hi_ref, hi_smem)):
-                    source = (row, at, head) if ref is q_ref else (row, head, at) if ref is lse_ref else (bounds_row, at)
+                    source = (
+                        (row, at, head) if ref is q_ref else (row, head, at) if ref is lse_ref else (bounds_row, at)
+                    )
                     plgpu.copy_gmem_to_smem(ref.at[source], smem.at[slot], q_ready.at[slot])
                 plgpu.copy_gmem_to_smem(dout_ref.at[row, at, head], dout_smem.at[slot], dout_ready.at[slot])
                 plgpu.copy_gmem_to_smem(delta_ref.at[row, head, at], delta_smem.at[slot], dout_ready.at[slot])
@@ -310,13 +316,15 @@ def backward_fused(q, k, v, dout, lse, delta, lo, hi, *, scores: Scores, tiles: 
         *(q, k, v, dout, lse, delta, lo, hi, ranges),
         out=(
             # A warpgroup's share of a tile is one run of memory: that is what the copy engine adds fastest.
-            jnp.zeros((*shares, batch, heads, parts, tokens, dq_shape[1]), jnp.float32),
+            jnp.zeros((*shares, *((batch, heads, parts, tokens, dq_shape[1]) if tiles.flat else q.shape)), jnp.float32),
             jax.lax.empty(k.shape, k.dtype),
             jax.lax.empty(v.shape, v.dtype),
         ),
-        grid={"heads": kv_heads, "tiles": keys // rows, "batch": batch},
+        grid={name: {"heads": kv_heads, "tiles": keys // rows, "batch": batch}[name] for name in tiles.order},
         auto_barriers=tiles.auto_barriers,
     )
     dq = dq.sum(0) if tiles.staged else dq
-    dq = (dq * scores.scale).astype(q.dtype).transpose(0, 3, 1, 2, 4)
+    dq = (dq * scores.scale).astype(q.dtype)
+    if tiles.flat:
+        dq = dq.transpose(0, 3, 1, 2, 4)
     return dq.reshape(q.shape), dk, dv
