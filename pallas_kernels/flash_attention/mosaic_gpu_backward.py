@@ -17,12 +17,11 @@ from pallas_kernels.flash_attention.bounds import key_tiles, query_tiles
 from pallas_kernels.flash_attention.mosaic_gpu_tiles import (
     WARPGROUPS,
     Scores,
-    accumulate,
+    add,
     anew,
     by_column,
     by_row,
     drain,
-    filled,
     index_along,
     launch,
     swizzled,
@@ -38,6 +37,7 @@ class BackwardTiles:
         own: rows of the output that a compute warpgroup owns.
         stream: rows of a slot of the ring that is streamed past it.
         stages: slots of the ring.
+        flight: whether a step's dQ is still being formed when the next step begins.
         split_width: whether the warpgroups own the same rows and half of the columns each, for wide heads (dK and dV).
         staged: whether products go through shared memory, which is what the interpreter can run.
     """
@@ -45,6 +45,7 @@ class BackwardTiles:
     own: int = 64
     stream: int = 64
     stages: int = 2
+    flight: bool = True
     split_width: bool = False
     staged: bool = False
 
@@ -168,8 +169,9 @@ def backward_dkv(q, k, v, dout, lse, delta, lo, hi, *, scores: Scores, tiles: Ba
             def my_columns(smem):
                 return smem.at[:, pl.ds(warpgroup * columns, columns)] if tiles.split_width else smem
 
-            def step(index, sums, masked: bool, head):
-                slot = lax.rem(head * visits + index - begin, jnp.int32(stages))
+            def step(index, masked: bool, head, dk_ref, dv_ref):
+                turn = head * visits + index - begin
+                slot = lax.rem(turn, jnp.int32(stages))
                 part = anew(0 if tiles.split_width else warpgroup)
                 my_k, my_v = k_smem.at[part], v_smem.at[part]
                 plgpu.barrier_wait(ready.at[slot])
@@ -179,21 +181,20 @@ def backward_dkv(q, k, v, dout, lse, delta, lo, hi, *, scores: Scores, tiles: Ba
                 bounds = (lo_smem.at[slot], hi_smem.at[slot]) if masked else None
                 weight, slope = weights_by_key(scores, score, lse_smem.at[slot], bounds, base)
                 dscore = slope * (dweight - by_column(delta_smem.at[slot], shape))
-                weight, dscore = weight.astype(q.dtype), dscore.astype(q.dtype)
-
-                def products(add_to_dk, add_to_dv):
-                    add_to_dv(weight, my_columns(dout_smem.at[slot]))
-                    add_to_dk(dscore, my_columns(q_smem.at[slot]))
-
-                sums = accumulate(sums, staging, products)
+                add(dv_ref, weight.astype(q.dtype), my_columns(dout_smem.at[slot]), staging)
+                add(dk_ref, dscore.astype(q.dtype), my_columns(q_smem.at[slot]), staging)
+                plgpu.wgmma_wait(0)
                 plgpu.barrier_arrive(free.at[slot])
-                return sums
 
-            def one_head(head, sums):
-                return visit(span, lambda index, sums, masked: step(index, sums, masked, head), sums)
+            def all_heads(dk_ref, dv_ref):
+                def one_head(head, _):
+                    visit(span, lambda index, _, masked: step(index, masked, head, dk_ref, dv_ref), None)
 
-            zeros = filled((own, columns), 0.0)
-            dk, dv = lax.fori_loop(0, group, one_head, (zeros, zeros))
+                lax.fori_loop(0, group, one_head, None)
+                return dk_ref[...], dv_ref[...]
+
+            sums = plgpu.ACC((own, columns), jnp.float32)
+            dk, dv = pl.run_scoped(all_heads, sums, sums)
 
             def together():
                 if tiles.split_width:
@@ -265,6 +266,7 @@ def backward_dq(q, k, v, dout, lse, delta, lo, hi, *, scores: Scores, tiles: Bac
     keys, kv_heads = k.shape[1], k.shape[2]
     own, stream, stages = tiles.own, tiles.stream, tiles.stages
     rows, shape = WARPGROUPS * own, (own, stream)
+    flight = tiles.flight and stages > 1  # with one slot, the next tile cannot come while the last is in use
     if tokens % rows or keys % stream:
         raise ValueError(f"T={tokens} must be a multiple of {rows} and S={keys} of {stream}; pad them")
     ranges = key_tiles(lo, hi, rows, stream)
@@ -296,31 +298,45 @@ def backward_dq(q, k, v, dout, lse, delta, lo, hi, *, scores: Scores, tiles: Bac
             ):
                 plgpu.copy_gmem_to_smem(source, target.at[warpgroup], own_ready.at[warpgroup])
             plgpu.barrier_wait(own_ready.at[warpgroup])
-            my_q, my_dout = q_smem.at[warpgroup], dout_smem.at[warpgroup]
             staging = None if staging2 is None else staging2.at[warpgroup]
             lse_q, delta_q, lo_q, hi_q = (
                 by_row(smem.at[warpgroup], shape) for smem in (lse_smem, delta_smem, lo_smem, hi_smem)
             )
 
-            def step(index, sums, masked: bool):
-                slot = lax.rem(index - begin, jnp.int32(stages))
+            def step(index, masked: bool, dq_acc):
+                turn = index - begin
+                slot = lax.rem(turn, jnp.int32(stages))
                 mine = anew(warpgroup)
                 my_q, my_dout = q_smem.at[mine], dout_smem.at[mine]
                 plgpu.barrier_wait(ready.at[slot])
                 score, dweight = two_products(
                     (my_q, k_smem.at[slot].transpose((1, 0))), (my_dout, v_smem.at[slot].transpose((1, 0))), shape
                 )
+                if flight:
+                    pl.when(turn > 0)(
+                        lambda: plgpu.barrier_arrive(free.at[lax.rem(turn + stages - 1, jnp.int32(stages))])
+                    )
                 score = scores.squash(score)
                 weight = jnp.exp2(score * scores.factor - lse_q)
                 if masked:
                     key = index_along(1, index * stream, shape)
                     weight = jnp.where((key >= lo_q) & (key <= hi_q), weight, 0.0)
                 dscore = (scores.chain(weight, score) * (dweight - delta_q)).astype(q.dtype)
-                sums = accumulate(sums, staging, lambda add: add(dscore, k_smem.at[slot]))
-                plgpu.barrier_arrive(free.at[slot])
-                return sums
+                add(dq_acc, dscore, k_smem.at[slot], staging)
+                if not flight:
+                    plgpu.wgmma_wait(0)
+                    plgpu.barrier_arrive(free.at[slot])
 
-            (dq,) = visit(span, step, (filled((own, width), 0.0),))
+            def all_tiles(dq_acc):
+                visit(span, lambda index, _, masked: step(index, masked, dq_acc), None)
+                dq = dq_acc[...]
+                if flight:
+                    last = lax.rem(end - begin + stages - 1, jnp.int32(stages))
+                    pl.when(end > begin)(lambda: plgpu.barrier_arrive(free.at[last]))
+                return dq
+
+            dq = pl.run_scoped(all_tiles, plgpu.ACC((own, width), jnp.float32))
+            my_q = q_smem.at[warpgroup]
             my_q[...] = (dq * scores.scale).astype(q.dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(my_q, dq_ref.at[row, mine, head])

@@ -23,6 +23,7 @@ from pallas_kernels.flash_attention.mosaic_gpu_backward import weights_by_key
 from pallas_kernels.flash_attention.mosaic_gpu_tiles import (
     WARPGROUPS,
     Scores,
+    add,
     anew,
     by_column,
     drain,
@@ -119,12 +120,7 @@ def backward_fused(q, k, v, dout, lse, delta, lo, hi, *, scores: Scores, tiles: 
             my_k, my_v = k_smem.at[warpgroup], v_smem.at[warpgroup]
             accumulator = plgpu.ACC(shape, jnp.float32)
 
-            def add(ref, a, b):
-                if tiles.staged:
-                    staging2[warpgroup] = a
-                    plgpu.commit_smem()
-                    a = staging2.at[warpgroup]
-                plgpu.wgmma(ref, a, b)
+            staging = staging2.at[warpgroup] if tiles.staged else None
 
             def score_of(ref, turn):
                 """Begins the products of the turn's queries and the keys."""
@@ -156,7 +152,7 @@ def backward_fused(q, k, v, dout, lse, delta, lo, hi, *, scores: Scores, tiles: 
                     if not isinstance(masked, bool):
                         weight = lax.cond(masked, lambda w: hide(w, bounds, base), lambda w: w, weight)
                         slope = weight
-                    add(dv_ref_, weight.astype(q.dtype), dout_smem.at[slot])
+                    add(dv_ref_, weight.astype(q.dtype), dout_smem.at[slot], staging)
                     dweight = plgpu.wgmma_accumulator_load(dweight_ref, wait_n=1)
                     return (slope * (dweight - by_column(delta_smem.at[slot], shape))).astype(q.dtype)
 
@@ -165,7 +161,7 @@ def backward_fused(q, k, v, dout, lse, delta, lo, hi, *, scores: Scores, tiles: 
                 else:
                     dscore = pl.run_scoped(weigh, accumulator, accumulator)
                 if tiles.omit == "dq":
-                    add(dk_ref_, dscore, q_smem.at[slot])
+                    add(dk_ref_, dscore, q_smem.at[slot], staging)
                     if tiles.ahead:
                         ahead_ref[0][...] = filled(shape, 0.0)
                         score_of(ahead_ref[0], turn + 1)
@@ -176,7 +172,7 @@ def backward_fused(q, k, v, dout, lse, delta, lo, hi, *, scores: Scores, tiles: 
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(exchanged.at[half])
                 if not tiles.dq_first:
-                    add(dk_ref_, dscore, q_smem.at[slot])
+                    add(dk_ref_, dscore, q_smem.at[slot], staging)
                 plgpu.barrier_wait(exchanged.at[half])
 
                 def multiply(dq_acc):
@@ -188,7 +184,7 @@ def backward_fused(q, k, v, dout, lse, delta, lo, hi, *, scores: Scores, tiles: 
                             keys_of = keys_of.at[:, part]
                         plgpu.wgmma(dq_acc, dscore_of.transpose((1, 0)), keys_of)
                     if tiles.dq_first:
-                        add(dk_ref_, dscore, q_smem.at[slot])
+                        add(dk_ref_, dscore, q_smem.at[slot], staging)
                     else:  # what dV and dK took from registers is free for the next scores
                         plgpu.wgmma_wait(1)
                         plgpu.barrier_arrive(free.at[slot])

@@ -74,6 +74,18 @@ def anew(index):
     return lax.optimization_barrier(jnp.int32(index))
 
 
+def add(sum_ref, a, b, staging) -> None:
+    """Begins `sum_ref += a @ b` for an accumulator, a in registers and b in shared memory.
+
+    The interpreter has no products from registers: there a goes through `staging`, a tile in shared memory.
+    """
+    if staging is not None:
+        staging[...] = a
+        plgpu.commit_smem()
+        a = staging
+    plgpu.wgmma(sum_ref, a, b)
+
+
 def accumulate(sums, staging, products):
     """Calls `products(add_0, add_1, ...)`, where `add_i(a, b)` adds a @ b to the i-th sum; returns the sums.
 
