@@ -59,6 +59,7 @@ class FusedTiles:
     auto_barriers: bool = False
     one_loop: bool = False
     flat: bool = True
+    by_row: bool = False
     order: tuple[str, ...] = ("heads", "tiles", "batch")
     omit: str = ""
     registers: int = 240
@@ -168,7 +169,10 @@ def backward_fused(q, k, v, dout, lse, delta, lo, hi, *, scores: Scores, tiles: 
                     plgpu.wgmma_wait(more)
                     plgpu.barrier_arrive(free.at[slot])
                     return
-                dscore_smem[half, mine] = dscore
+                if tiles.by_row:
+                    dscore_smem.at[half, mine].transpose((1, 0))[...] = dscore
+                else:
+                    dscore_smem[half, mine] = dscore
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(exchanged.at[half])
                 if not tiles.dq_first:
@@ -178,11 +182,13 @@ def backward_fused(q, k, v, dout, lse, delta, lo, hi, *, scores: Scores, tiles: 
                 def multiply(dq_acc):
                     for other in range(WARPGROUPS):
                         dscore_of, keys_of = dscore_smem.at[half, other], k_smem.at[other]
-                        if by_query:
+                        if by_query and tiles.by_row:
+                            dscore_of = dscore_of.at[part]
+                        elif by_query:
                             dscore_of = dscore_of.at[:, part]
                         else:
                             keys_of = keys_of.at[:, part]
-                        plgpu.wgmma(dq_acc, dscore_of.transpose((1, 0)), keys_of)
+                        plgpu.wgmma(dq_acc, dscore_of if tiles.by_row else dscore_of.transpose((1, 0)), keys_of)
                     if tiles.dq_first:
                         add(dk_ref_, dscore, q_smem.at[slot], staging)
                     else:  # what dV and dK took from registers is free for the next scores
@@ -296,7 +302,7 @@ def backward_fused(q, k, v, dout, lse, delta, lo, hi, *, scores: Scores, tiles: 
                 *(tile(WARPGROUPS, own, width),) * 2,
                 *(tile(stages, stream, width),) * 2,
                 *(floats, floats, ints, ints),
-                tile(2, WARPGROUPS, own, stream),
+                tile(2, WARPGROUPS, *((stream, own) if tiles.by_row else (own, stream))),
                 tile(WARPGROUPS, *dq_shape, dtype=jnp.float32),
                 tile(WARPGROUPS, own, stream) if tiles.staged else None,
             ),
