@@ -36,12 +36,19 @@ FUSED = {
     "fused-A1-rows": {"flat": False},
     "fused-A1-auto": {"auto_barriers": True},
     "fused-A1-tiles": {"order": ("tiles", "heads", "batch")},
+    "fused-A1-byrow": {"by_row": True},
     "fused-A1-batch": {"order": ("heads", "batch", "tiles")},
     "fused-A1-noreduce": {"omit": "reduce"},
     "fused-A1-nodq": {"omit": "dq"},
     "fused-B0-noreduce": {"ahead": False, "dq_first": True, "omit": "reduce"},
 }
-OTHERS = {"pair": {}, "pair-noflight": {"flight": False}, "forward-meet": {"forward_meet": True}}
+OTHERS = {
+    "pair": {},
+    "pair-noflight": {"flight": False},
+    "forward-meet": {"forward_meet": True},
+    "forward-ahead": {"forward_ahead": True},
+    "forward-ahead-early": {"forward_ahead": True, "forward_early_word": True},
+}
 VARIANTS = ("cudnn", *OTHERS, *FUSED, "passes")
 
 

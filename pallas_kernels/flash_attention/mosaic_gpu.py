@@ -12,6 +12,7 @@ from pallas_kernels import _platform
 from pallas_kernels.flash_attention.bounds import pad_bounds, row_bounds
 from pallas_kernels.flash_attention.mosaic_gpu_backward import BackwardTiles, backward_dkv, backward_dq
 from pallas_kernels.flash_attention.mosaic_gpu_forward import ForwardTiles, forward_tiles
+from pallas_kernels.flash_attention.mosaic_gpu_forward_ahead import forward_ahead
 from pallas_kernels.flash_attention.mosaic_gpu_fused import FusedTiles, backward_fused
 from pallas_kernels.flash_attention.mosaic_gpu_splitting import split_work
 from pallas_kernels.flash_attention.mosaic_gpu_tiles import LOG2E, Scores
@@ -115,7 +116,8 @@ def _attend_fwd(q, k, v, lo, hi, sinks, form: Form):
     tiles = dataclasses.replace(tiles, **mine)
     if form.staged:  # few blocks, so that the interpreter meets one with several items
         tiles = dataclasses.replace(tiles, staged=True, blocks=2)
-    kernel = functools.partial(forward_tiles, scores=form.scores, tiles=tiles)
+    run = forward_ahead if tiles.ahead and tiles.items > 1 else forward_tiles
+    kernel = functools.partial(run, scores=form.scores, tiles=tiles)
     spec = "BTNH,BSKH,BSKH,BT,BT" + ("" if sinks is None else ",N") + "->BTNH,BNT"
     out, lse = split_work(kernel, spec, q, k, v, lo, hi, *([] if sinks is None else [sinks]))
     out, lse = checkpoint_name(out, OUT_NAME), checkpoint_name(lse, LSE_NAME)

@@ -58,6 +58,10 @@ class ForwardTiles:
     blocks: int | None = None
     take_turns: bool = True
     meet: bool = False
+    ahead: bool = False
+    early_word: bool = False
+    registers: int = 232
+    feeder_registers: int = 40
     staged: bool = False
 
 
