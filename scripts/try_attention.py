@@ -38,9 +38,10 @@ FUSED = {
     "fused-A1-tiles": {"order": ("tiles", "heads", "batch")},
     "fused-A1-byrow": {"by_row": True},
     "fused-A1-batch": {"order": ("heads", "batch", "tiles")},
+    # Not right, to tell what costs time: without dQ at all, without adding it, with it written but not added.
+    "fused-A0-nodq": {"ahead": False, "omit": "dq"},
     "fused-A1-noreduce": {"omit": "reduce"},
-    "fused-A1-nodq": {"omit": "dq"},
-    "fused-B0-noreduce": {"ahead": False, "dq_first": True, "omit": "reduce"},
+    "fused-A1-noadd": {"omit": "add"},
 }
 OTHERS = {
     "pair": {},

@@ -202,8 +202,7 @@ def backward_fused(q, k, v, dout, lse, delta, lo, hi, *, scores: Scores, tiles: 
                     return plgpu.wgmma_accumulator_load(dq_acc, wait_n=more) if dq is None else dq
 
                 dq = pl.run_scoped(multiply, plgpu.ACC(dq_shape, jnp.float32))
-                if tiles.omit != "reduce":
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 dq_smem[mine] = dq
                 plgpu.commit_smem()
                 first = index * stream + (mine * dq_shape[0] if by_query else 0)
@@ -213,7 +212,8 @@ def backward_fused(q, k, v, dout, lse, delta, lo, hi, *, scores: Scores, tiles: 
                 if tiles.staged:
                     plgpu.copy_smem_to_gmem(dq_smem.at[mine], dq_ref.at[(k_tile, *at)])
                 elif tiles.omit != "reduce":
-                    plgpu.copy_smem_to_gmem(dq_smem.at[mine], dq_ref.at[at], reduction_op="add")
+                    how = None if tiles.omit == "add" else "add"
+                    plgpu.copy_smem_to_gmem(dq_smem.at[mine], dq_ref.at[at], reduction_op=how)
                 if tiles.dq_first:
                     plgpu.wgmma_wait(more)
                     plgpu.barrier_arrive(free.at[slot])
