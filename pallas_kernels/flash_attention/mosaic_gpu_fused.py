@@ -211,7 +211,12 @@ def backward_fused(q, k, v, dout, lse, delta, lo, hi, *, scores: Scores, tiles: 
                     at = (row, pl.ds(first, dq_shape[0]), kv_head * group + head, *(() if by_query else (part,)))
                 if tiles.staged:
                     plgpu.copy_smem_to_gmem(dq_smem.at[mine], dq_ref.at[(k_tile, *at)])
-                elif tiles.omit != "reduce":
+                elif tiles.omit == "reduce":  # the compiler does not see that this never is
+
+                    @pl.when(begin < 0)
+                    def _never():
+                        plgpu.copy_smem_to_gmem(dq_smem.at[mine], dq_ref.at[at], reduction_op="add")
+                else:
                     how = None if tiles.omit == "add" else "add"
                     plgpu.copy_smem_to_gmem(dq_smem.at[mine], dq_ref.at[at], reduction_op=how)
                 if tiles.dq_first:
