@@ -30,11 +30,13 @@ REFERENCE = ("B4-S2048-D128", "B4-S4096-D64")  # whose distance from cuDNN's res
 FUSED = {
     "fused-A1": {},
     "fused-B0": {"ahead": False, "dq_first": True},
+    "fused-A1-sweep": {"sweep": True, "order": ("tiles", "heads", "batch")},
+    "fused-B0-sweep": {"ahead": False, "dq_first": True, "sweep": True, "order": ("tiles", "heads", "batch")},
+    "fused-A1-sweep-heads": {"sweep": True},
     "fused-A0": {"ahead": False},
     "fused-B1": {"dq_first": True},
     "fused-A1-oneloop": {"one_loop": True},
     "fused-A1-rows": {"flat": False},
-    "fused-A1-auto": {"auto_barriers": True},
     "fused-A1-tiles": {"order": ("tiles", "heads", "batch")},
     "fused-A1-byrow": {"by_row": True},
     "fused-A1-batch": {"order": ("heads", "batch", "tiles")},
@@ -50,7 +52,16 @@ OTHERS = {
     "forward-ahead": {"forward_ahead": True},
     "forward-ahead-early": {"forward_ahead": True, "forward_early_word": True},
 }
-MAIN = ("cudnn", "pair", "fused-A1", "fused-B0", "fused-B1", "fused-A1-byrow")  # timed on every shape, both ways
+MAIN = (
+    "cudnn",
+    "pair",
+    "fused-A1",
+    "fused-B0",
+    "fused-B1",
+    "fused-A1-byrow",
+    "fused-A1-sweep",
+    "fused-B0-sweep",
+)  # timed on every shape, both ways
 VARIANTS = ("cudnn", *OTHERS, *FUSED, "passes")
 
 

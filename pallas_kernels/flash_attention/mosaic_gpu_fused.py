@@ -60,6 +60,7 @@ class FusedTiles:
     one_loop: bool = False
     flat: bool = True
     by_row: bool = False
+    sweep: bool = False
     order: tuple[str, ...] = ("heads", "tiles", "batch")
     omit: str = ""
     registers: int = 240
@@ -240,7 +241,13 @@ def backward_fused(q, k, v, dout, lse, delta, lo, hi, *, scores: Scores, tiles: 
                 last = index + 1 == span[3]
                 return head + last.astype(jnp.int32), jnp.where(last, begin, index + 1)
 
-            if tiles.one_loop:
+            def swept(turn, _, masked):
+                step(span[3] - 1 - lax.div(turn, jnp.int32(group)), masked, lax.rem(turn, jnp.int32(group)), turn)
+
+            if tiles.sweep:
+                # From the last queries, which all keys before them see, head by head: what blocks read is still in L2.
+                visit(tuple((span[3] - at) * group for at in reversed(span)), swept, None)
+            elif tiles.one_loop:
                 lax.fori_loop(0, group * visits, one_tile, (jnp.int32(0), begin))
             else:
                 lax.fori_loop(0, group, one_head, None)
@@ -280,6 +287,9 @@ def backward_fused(q, k, v, dout, lse, delta, lo, hi, *, scores: Scores, tiles: 
                 # The tile in vain may lie past the last one, or be of a block without any.
                 head = jnp.minimum(lax.div(turn, jnp.maximum(visits, 1)), group - 1)
                 index = jnp.minimum(begin + lax.rem(turn, jnp.maximum(visits, 1)), tokens // stream - 1)
+                if tiles.sweep:
+                    head = lax.rem(turn, jnp.int32(group))
+                    index = jnp.clip(span[3] - 1 - lax.div(turn, jnp.int32(group)), 0, tokens // stream - 1)
                 head, at = kv_head * group + head, pl.ds(index * stream, stream)
                 pl.when(turn >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
                 for ref, smem in ((q_ref, q_smem), (lse_ref, lse_smem), (lo_ref, lo_smem), (hi_ref, hi_smem)):
