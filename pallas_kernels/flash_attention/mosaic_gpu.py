@@ -145,7 +145,8 @@ def _backward(form: Form, *inputs):
         tiles = dataclasses.replace(tiles, **mine)
         return backward_fused(*inputs, scores=form.scores, tiles=tiles)
     flight = dict(form.options).get("flight", True)
-    tiles = BackwardTiles(split_width=width > 128, staged=form.staged)
+    swept = {name: value for name, value in form.options if name in ("sweep", "order")}
+    tiles = BackwardTiles(split_width=width > 128, staged=form.staged, **swept)
     dk, dv = backward_dkv(*inputs, scores=form.scores, tiles=tiles)
     tiles = BackwardTiles(stages=1 if width > 128 else 2, staged=form.staged, flight=flight)
     return backward_dq(*inputs, scores=form.scores, tiles=tiles), dk, dv

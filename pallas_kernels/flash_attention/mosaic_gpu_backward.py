@@ -46,6 +46,8 @@ class BackwardTiles:
     stream: int = 64
     stages: int = 2
     flight: bool = True
+    sweep: bool = False
+    order: tuple[str, ...] = ("heads", "tiles", "batch")
     split_width: bool = False
     staged: bool = False
 
@@ -80,7 +82,9 @@ def weights_by_key(scores: Scores, product, lse, bounds, first_key):
     return weight, scores.chain(weight, score)
 
 
-def stream_queries(sources, targets, ready, free, heads, span, row, bounds_row, stream: int, stages: int) -> None:
+def stream_queries(
+    sources, targets, ready, free, heads, span, row, bounds_row, stream: int, stages: int, sweep: bool
+) -> None:
     """What feeds a block that owns keys: the tiles of queries that see them, head by head of their group.
 
     Args:
@@ -100,8 +104,12 @@ def stream_queries(sources, targets, ready, free, heads, span, row, bounds_row, 
 
     def load(turn, _):
         slot = lax.rem(turn, jnp.int32(stages))
-        head = heads[0] + lax.div(turn, visits)
-        at = pl.ds((begin + lax.rem(turn, visits)) * stream, stream)
+        if sweep:
+            head = heads[0] + lax.rem(turn, jnp.int32(heads[1]))
+            at = pl.ds((span[3] - 1 - lax.div(turn, jnp.int32(heads[1]))) * stream, stream)
+        else:
+            head = heads[0] + lax.div(turn, visits)
+            at = pl.ds((begin + lax.rem(turn, visits)) * stream, stream)
         pl.when(turn >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
         parts = (q.at[row, at, head], dout.at[row, at, head], lse.at[row, head, at], delta.at[row, head, at])
         for source, target in zip((*parts, lo.at[bounds_row, at], hi.at[bounds_row, at]), targets, strict=True):
@@ -169,8 +177,7 @@ def backward_dkv(q, k, v, dout, lse, delta, lo, hi, *, scores: Scores, tiles: Ba
             def my_columns(smem):
                 return smem.at[:, pl.ds(warpgroup * columns, columns)] if tiles.split_width else smem
 
-            def step(index, masked: bool, head, dk_ref, dv_ref):
-                turn = head * visits + index - begin
+            def step(turn, masked: bool, dk_ref, dv_ref):
                 slot = lax.rem(turn, jnp.int32(stages))
                 part = anew(0 if tiles.split_width else warpgroup)
                 my_k, my_v = k_smem.at[part], v_smem.at[part]
@@ -188,9 +195,16 @@ def backward_dkv(q, k, v, dout, lse, delta, lo, hi, *, scores: Scores, tiles: Ba
 
             def all_heads(dk_ref, dv_ref):
                 def one_head(head, _):
-                    visit(span, lambda index, _, masked: step(index, masked, head, dk_ref, dv_ref), None)
+                    def one(index, _, masked):
+                        step(head * visits + index - begin, masked, dk_ref, dv_ref)
 
-                lax.fori_loop(0, group, one_head, None)
+                    visit(span, one, None)
+
+                if tiles.sweep:
+                    swept = tuple((span[3] - at) * group for at in reversed(span))
+                    visit(swept, lambda turn, _, masked: step(turn, masked, dk_ref, dv_ref), None)
+                else:
+                    lax.fori_loop(0, group, one_head, None)
                 return dk_ref[...], dv_ref[...]
 
             sums = plgpu.ACC((own, columns), jnp.float32)
@@ -218,7 +232,9 @@ def backward_dkv(q, k, v, dout, lse, delta, lo, hi, *, scores: Scores, tiles: Ba
             plgpu.set_max_registers(40, action="decrease")
             sources, targets = (q_ref, dout_ref, lse_ref, delta_ref, lo_ref, hi_ref), buffers[2:8]
             heads_of_group = (kv_head * group, group)
-            stream_queries(sources, targets, ready, free, heads_of_group, span, row, bounds_row, stream, stages)
+            stream_queries(
+                sources, targets, ready, free, heads_of_group, span, row, bounds_row, stream, stages, tiles.sweep
+            )
 
     def tile(*shape):
         return plgpu.SMEM(shape, q.dtype, transforms=swizzled(shape[-1]))
@@ -240,7 +256,7 @@ def backward_dkv(q, k, v, dout, lse, delta, lo, hi, *, scores: Scores, tiles: Ba
         ),
         *(q, k, v, dout, lse, delta, lo, hi, ranges),
         out_type=[k, v],
-        grid={"heads": kv_heads, "tiles": keys // rows, "batch": batch},
+        grid={name: {"heads": kv_heads, "tiles": keys // rows, "batch": batch}[name] for name in tiles.order},
     )
 
 
