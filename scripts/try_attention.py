@@ -30,9 +30,11 @@ REFERENCE = ("B4-S2048-D128", "B4-S4096-D64")  # whose distance from cuDNN's res
 FUSED = {
     "fused-A1": {},
     "fused-B0": {"ahead": False, "dq_first": True},
-    "fused-A1-sweep": {"sweep": True, "order": ("tiles", "heads", "batch")},
-    "fused-B0-sweep": {"ahead": False, "dq_first": True, "sweep": True, "order": ("tiles", "heads", "batch")},
-    "fused-A1-sweep-heads": {"sweep": True},
+    "fused-A1-sweep": {"sweep": True},
+    "fused-B0-sweep": {"ahead": False, "dq_first": True, "sweep": True},
+    # Neighbouring blocks are neighbours in the last axis.
+    "fused-A1-sweep-tiles": {"sweep": True, "order": ("batch", "heads", "tiles")},
+    "fused-A1-sweep-longest": {"sweep": True, "order": ("tiles", "heads", "batch")},
     "fused-B1": {"dq_first": True},
     "fused-A1-rows": {"flat": False},
     "fused-A1-byrow": {"by_row": True},
@@ -43,7 +45,7 @@ FUSED = {
 }
 OTHERS = {
     "pair": {},
-    "pair-sweep": {"sweep": True, "order": ("tiles", "heads", "batch")},
+    "pair-sweep": {"sweep": True},
     "pair-noflight": {"flight": False},
     "forward-meet": {"forward_meet": True},
     "forward-ahead": {"forward_ahead": True},
