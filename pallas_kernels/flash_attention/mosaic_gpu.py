@@ -12,7 +12,8 @@ from pallas_kernels import _platform
 from pallas_kernels.flash_attention.bounds import pad_bounds, row_bounds
 from pallas_kernels.flash_attention.mosaic_gpu_backward import BackwardTiles, backward_dkv, backward_dq
 from pallas_kernels.flash_attention.mosaic_gpu_forward import ForwardTiles, forward_tiles
-from pallas_kernels.flash_attention.mosaic_gpu_fused import backward_fused
+from pallas_kernels.flash_attention.mosaic_gpu_forward_ahead import forward_ahead
+from pallas_kernels.flash_attention.mosaic_gpu_fused import FusedTiles, backward_fused
 from pallas_kernels.flash_attention.mosaic_gpu_splitting import split_work
 from pallas_kernels.flash_attention.mosaic_gpu_tiles import LOG2E, Scores
 
@@ -49,7 +50,7 @@ def refuses(
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """Which kernels run.
+    """Which kernels run. `options` are of timing experiments: fields of FusedTiles and, named forward_*, ForwardTiles.
 
     Attributes:
         scores: from products to scores.
@@ -61,6 +62,7 @@ class Form:
     scores: Scores
     deterministic: bool = True
     staged: bool = False
+    options: tuple = ()
 
 
 def forward(
@@ -76,6 +78,7 @@ def forward(
     sinks: Float[Array, " N"] | None = None,
     deterministic: bool = True,
     staged: bool = False,
+    options: tuple = (),
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
     """Attend; returns (out, lse), differentiable in both. Memory grows with T: masks are two integers a row.
 
@@ -86,7 +89,7 @@ def forward(
     q, k, v = (_pad(x) for x in (q, k, v))
     lo, hi = pad_bounds(lo, hi, q.shape[1], keys)
     sinks = None if sinks is None else sinks.astype(jnp.float32)
-    form = Form(Scores(scale, softcap), deterministic or q.shape[-1] not in FUSED_WIDTHS, staged)
+    form = Form(Scores(scale, softcap), deterministic or q.shape[-1] not in FUSED_WIDTHS, staged, options)
     out, lse = _attend(q, k, v, lo, hi, sinks, form)
     lse = jnp.where(jnp.isposinf(lse), -jnp.inf, lse / LOG2E)
     return out[:, :tokens], lse[..., :tokens]
@@ -104,9 +107,12 @@ def _attend(q, k, v, lo, hi, sinks, form: Form):
 
 def _attend_fwd(q, k, v, lo, hi, sinks, form: Form):
     tiles = ForwardTiles(block_kv=64, items=1) if q.shape[-1] > 128 else ForwardTiles()
+    mine = {name[8:]: value for name, value in form.options if name.startswith("forward_")}
+    tiles = dataclasses.replace(tiles, **mine)
     if form.staged:  # few blocks, so that the interpreter meets one with several items
         tiles = dataclasses.replace(tiles, staged=True, blocks=2)
-    kernel = functools.partial(forward_tiles, scores=form.scores, tiles=tiles)
+    run = forward_ahead if tiles.ahead and tiles.items > 1 else forward_tiles
+    kernel = functools.partial(run, scores=form.scores, tiles=tiles)
     spec = "BTNH,BSKH,BSKH,BT,BT" + ("" if sinks is None else ",N") + "->BTNH,BNT"
     out, lse = split_work(kernel, spec, q, k, v, lo, hi, *([] if sinks is None else [sinks]))
     out, lse = checkpoint_name(out, OUT_NAME), checkpoint_name(lse, LSE_NAME)
@@ -129,11 +135,15 @@ def _attend_bwd(form: Form, residuals, cotangents):
 def _backward(form: Form, *inputs):
     width = inputs[0].shape[-1]
     if not form.deterministic:
-        tiles = BackwardTiles(stream=128 if width == 64 else 64, staged=form.staged)
+        tiles = FusedTiles(stream=128 if width == 64 else 64, staged=form.staged)
+        mine = {name: value for name, value in form.options if not name.startswith("forward_")}
+        tiles = dataclasses.replace(tiles, **mine)
         return backward_fused(*inputs, scores=form.scores, tiles=tiles)
-    tiles = BackwardTiles(split_width=width > 128, staged=form.staged)
+    flight = dict(form.options).get("flight", True)
+    swept = {name: value for name, value in form.options if name in ("sweep", "order")}
+    tiles = BackwardTiles(split_width=width > 128, staged=form.staged, **swept)
     dk, dv = backward_dkv(*inputs, scores=form.scores, tiles=tiles)
-    tiles = BackwardTiles(stages=1 if width > 128 else 2, staged=form.staged)
+    tiles = BackwardTiles(stages=1 if width > 128 else 2, staged=form.staged, flight=flight)
     return backward_dq(*inputs, scores=form.scores, tiles=tiles), dk, dv
 
 

@@ -13,9 +13,17 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels._hopper import WARPGROUPS, drain, filled, launch, swizzled
+from pallas_kernels._hopper import WARPGROUPS, drain, launch, swizzled
 from pallas_kernels.flash_attention.bounds import key_tiles, query_tiles
-from pallas_kernels.flash_attention.mosaic_gpu_tiles import Scores, accumulate, by_column, by_row, index_along, visit
+from pallas_kernels.flash_attention.mosaic_gpu_tiles import (
+    Scores,
+    add,
+    anew,
+    by_column,
+    by_row,
+    index_along,
+    visit,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +34,7 @@ class BackwardTiles:
         own: rows of the output that a compute warpgroup owns.
         stream: rows of a slot of the ring that is streamed past it.
         stages: slots of the ring.
+        flight: whether a step's dQ is still being formed when the next step begins.
         split_width: whether the warpgroups own the same rows and half of the columns each, for wide heads (dK and dV).
         staged: whether products go through shared memory, which is what the interpreter can run.
     """
@@ -33,6 +42,9 @@ class BackwardTiles:
     own: int = 64
     stream: int = 64
     stages: int = 2
+    flight: bool = True
+    sweep: bool = False
+    order: tuple[str, ...] = ("heads", "tiles", "batch")
     split_width: bool = False
     staged: bool = False
 
@@ -67,7 +79,9 @@ def weights_by_key(scores: Scores, product, lse, bounds, first_key):
     return weight, scores.chain(weight, score)
 
 
-def stream_queries(sources, targets, ready, free, heads, span, row, bounds_row, stream: int, stages: int) -> None:
+def stream_queries(
+    sources, targets, ready, free, heads, span, row, bounds_row, stream: int, stages: int, sweep: bool
+) -> None:
     """What feeds a block that owns keys: the tiles of queries that see them, head by head of their group.
 
     Args:
@@ -87,8 +101,12 @@ def stream_queries(sources, targets, ready, free, heads, span, row, bounds_row, 
 
     def load(turn, _):
         slot = lax.rem(turn, jnp.int32(stages))
-        head = heads[0] + lax.div(turn, visits)
-        at = pl.ds((begin + lax.rem(turn, visits)) * stream, stream)
+        if sweep:
+            head = heads[0] + lax.rem(turn, jnp.int32(heads[1]))
+            at = pl.ds((span[3] - 1 - lax.div(turn, jnp.int32(heads[1]))) * stream, stream)
+        else:
+            head = heads[0] + lax.div(turn, visits)
+            at = pl.ds((begin + lax.rem(turn, visits)) * stream, stream)
         pl.when(turn >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
         parts = (q.at[row, at, head], dout.at[row, at, head], lse.at[row, head, at], delta.at[row, head, at])
         for source, target in zip((*parts, lo.at[bounds_row, at], hi.at[bounds_row, at]), targets, strict=True):
@@ -156,8 +174,10 @@ def backward_dkv(q, k, v, dout, lse, delta, lo, hi, *, scores: Scores, tiles: Ba
             def my_columns(smem):
                 return smem.at[:, pl.ds(warpgroup * columns, columns)] if tiles.split_width else smem
 
-            def step(index, sums, masked: bool, head):
-                slot = lax.rem(head * visits + index - begin, jnp.int32(stages))
+            def step(turn, masked: bool, dk_ref, dv_ref):
+                slot = lax.rem(turn, jnp.int32(stages))
+                part = anew(0 if tiles.split_width else warpgroup)
+                my_k, my_v = k_smem.at[part], v_smem.at[part]
                 plgpu.barrier_wait(ready.at[slot])
                 score, dweight = two_products(
                     (my_k, q_smem.at[slot].transpose((1, 0))), (my_v, dout_smem.at[slot].transpose((1, 0))), shape
@@ -165,21 +185,27 @@ def backward_dkv(q, k, v, dout, lse, delta, lo, hi, *, scores: Scores, tiles: Ba
                 bounds = (lo_smem.at[slot], hi_smem.at[slot]) if masked else None
                 weight, slope = weights_by_key(scores, score, lse_smem.at[slot], bounds, base)
                 dscore = slope * (dweight - by_column(delta_smem.at[slot], shape))
-                weight, dscore = weight.astype(q.dtype), dscore.astype(q.dtype)
-
-                def products(add_to_dk, add_to_dv):
-                    add_to_dv(weight, my_columns(dout_smem.at[slot]))
-                    add_to_dk(dscore, my_columns(q_smem.at[slot]))
-
-                sums = accumulate(sums, staging, products)
+                add(dv_ref, weight.astype(q.dtype), my_columns(dout_smem.at[slot]), staging)
+                add(dk_ref, dscore.astype(q.dtype), my_columns(q_smem.at[slot]), staging)
+                plgpu.wgmma_wait(0)
                 plgpu.barrier_arrive(free.at[slot])
-                return sums
 
-            def one_head(head, sums):
-                return visit(span, lambda index, sums, masked: step(index, sums, masked, head), sums)
+            def all_heads(dk_ref, dv_ref):
+                def one_head(head, _):
+                    def one(index, _, masked):
+                        step(head * visits + index - begin, masked, dk_ref, dv_ref)
 
-            zeros = filled((own, columns), 0.0)
-            dk, dv = lax.fori_loop(0, group, one_head, (zeros, zeros))
+                    visit(span, one, None)
+
+                if tiles.sweep:
+                    swept = tuple((span[3] - at) * group for at in reversed(span))
+                    visit(swept, lambda turn, _, masked: step(turn, masked, dk_ref, dv_ref), None)
+                else:
+                    lax.fori_loop(0, group, one_head, None)
+                return dk_ref[...], dv_ref[...]
+
+            sums = plgpu.ACC((own, columns), jnp.float32)
+            dk, dv = pl.run_scoped(all_heads, sums, sums)
 
             def together():
                 if tiles.split_width:
@@ -203,7 +229,9 @@ def backward_dkv(q, k, v, dout, lse, delta, lo, hi, *, scores: Scores, tiles: Ba
             plgpu.set_max_registers(40, action="decrease")
             sources, targets = (q_ref, dout_ref, lse_ref, delta_ref, lo_ref, hi_ref), buffers[2:8]
             heads_of_group = (kv_head * group, group)
-            stream_queries(sources, targets, ready, free, heads_of_group, span, row, bounds_row, stream, stages)
+            stream_queries(
+                sources, targets, ready, free, heads_of_group, span, row, bounds_row, stream, stages, tiles.sweep
+            )
 
     def tile(*shape):
         return plgpu.SMEM(shape, q.dtype, transforms=swizzled(shape[-1]))
@@ -225,7 +253,7 @@ def backward_dkv(q, k, v, dout, lse, delta, lo, hi, *, scores: Scores, tiles: Ba
         ),
         *(q, k, v, dout, lse, delta, lo, hi, ranges),
         out_type=[k, v],
-        grid={"heads": kv_heads, "tiles": keys // rows, "batch": batch},
+        grid={name: {"heads": kv_heads, "tiles": keys // rows, "batch": batch}[name] for name in tiles.order},
     )
 
 
@@ -251,6 +279,7 @@ def backward_dq(q, k, v, dout, lse, delta, lo, hi, *, scores: Scores, tiles: Bac
     keys, kv_heads = k.shape[1], k.shape[2]
     own, stream, stages = tiles.own, tiles.stream, tiles.stages
     rows, shape = WARPGROUPS * own, (own, stream)
+    flight = tiles.flight and stages > 1  # with one slot, the next tile cannot come while the last is in use
     if tokens % rows or keys % stream:
         raise ValueError(f"T={tokens} must be a multiple of {rows} and S={keys} of {stream}; pad them")
     ranges = key_tiles(lo, hi, rows, stream)
@@ -282,29 +311,45 @@ def backward_dq(q, k, v, dout, lse, delta, lo, hi, *, scores: Scores, tiles: Bac
             ):
                 plgpu.copy_gmem_to_smem(source, target.at[warpgroup], own_ready.at[warpgroup])
             plgpu.barrier_wait(own_ready.at[warpgroup])
-            my_q, my_dout = q_smem.at[warpgroup], dout_smem.at[warpgroup]
             staging = None if staging2 is None else staging2.at[warpgroup]
             lse_q, delta_q, lo_q, hi_q = (
                 by_row(smem.at[warpgroup], shape) for smem in (lse_smem, delta_smem, lo_smem, hi_smem)
             )
 
-            def step(index, sums, masked: bool):
-                slot = lax.rem(index - begin, jnp.int32(stages))
+            def step(index, masked: bool, dq_acc):
+                turn = index - begin
+                slot = lax.rem(turn, jnp.int32(stages))
+                mine = anew(warpgroup)
+                my_q, my_dout = q_smem.at[mine], dout_smem.at[mine]
                 plgpu.barrier_wait(ready.at[slot])
                 score, dweight = two_products(
                     (my_q, k_smem.at[slot].transpose((1, 0))), (my_dout, v_smem.at[slot].transpose((1, 0))), shape
                 )
+                if flight:
+                    pl.when(turn > 0)(
+                        lambda: plgpu.barrier_arrive(free.at[lax.rem(turn + stages - 1, jnp.int32(stages))])
+                    )
                 score = scores.squash(score)
                 weight = jnp.exp2(score * scores.factor - lse_q)
                 if masked:
                     key = index_along(1, index * stream, shape)
                     weight = jnp.where((key >= lo_q) & (key <= hi_q), weight, 0.0)
                 dscore = (scores.chain(weight, score) * (dweight - delta_q)).astype(q.dtype)
-                sums = accumulate(sums, staging, lambda add: add(dscore, k_smem.at[slot]))
-                plgpu.barrier_arrive(free.at[slot])
-                return sums
+                add(dq_acc, dscore, k_smem.at[slot], staging)
+                if not flight:
+                    plgpu.wgmma_wait(0)
+                    plgpu.barrier_arrive(free.at[slot])
 
-            (dq,) = visit(span, step, (filled((own, width), 0.0),))
+            def all_tiles(dq_acc):
+                visit(span, lambda index, _, masked: step(index, masked, dq_acc), None)
+                dq = dq_acc[...]
+                if flight:
+                    last = lax.rem(end - begin + stages - 1, jnp.int32(stages))
+                    pl.when(end > begin)(lambda: plgpu.barrier_arrive(free.at[last]))
+                return dq
+
+            dq = pl.run_scoped(all_tiles, plgpu.ACC((own, width), jnp.float32))
+            my_q = q_smem.at[warpgroup]
             my_q[...] = (dq * scores.scale).astype(q.dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(my_q, dq_ref.at[row, mine, head])

@@ -51,6 +51,26 @@ def index_along(axis: int, first, shape: tuple[int, int]):
     return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA) + first
 
 
+def anew(index):
+    """The index, such that the compiler forms what depends on it where it is used.
+
+    Otherwise it forms the addresses of all operands once, before a loop, and keeps more of them than registers hold.
+    """
+    return lax.optimization_barrier(jnp.int32(index))
+
+
+def add(sum_ref, a, b, staging) -> None:
+    """Begins `sum_ref += a @ b` for an accumulator, a in registers and b in shared memory.
+
+    The interpreter has no products from registers: there a goes through `staging`, a tile in shared memory.
+    """
+    if staging is not None:
+        staging[...] = a
+        plgpu.commit_smem()
+        a = staging
+    plgpu.wgmma(sum_ref, a, b)
+
+
 def accumulate(sums, staging, products):
     """Calls `products(add_0, add_1, ...)`, where `add_i(a, b)` adds a @ b to the i-th sum; returns the sums.
 
