@@ -144,7 +144,7 @@ def one_head(arrays, kv_head: int, group: int):
     import numpy as np
 
     def part(x):
-        x = np.asarray(x[-1]).astype(np.float32).swapaxes(0, 1)
+        x = np.asarray(x)[-1].astype(np.float32).swapaxes(0, 1)
         return x[kv_head] if x.shape[0] * group == heads else x[kv_head * group : (kv_head + 1) * group]
 
     heads = arrays[0].shape[2]
