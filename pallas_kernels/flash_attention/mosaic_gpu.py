@@ -10,7 +10,8 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import _platform
 from pallas_kernels.flash_attention.bounds import pad_bounds, row_bounds
-from pallas_kernels.flash_attention.mosaic_gpu_backward import BackwardTiles, backward_dkv, backward_dq
+from pallas_kernels.flash_attention.mosaic_gpu_dkv import DkvTiles, backward_dkv
+from pallas_kernels.flash_attention.mosaic_gpu_dq import DqTiles, backward_dq
 from pallas_kernels.flash_attention.mosaic_gpu_forward import ForwardTiles, forward_tiles
 from pallas_kernels.flash_attention.mosaic_gpu_forward_ahead import forward_ahead
 from pallas_kernels.flash_attention.mosaic_gpu_fused import FusedTiles, backward_fused
@@ -19,6 +20,7 @@ from pallas_kernels.flash_attention.mosaic_gpu_tiles import LOG2E, Scores
 
 WIDTHS = (64, 96, 128, 256)
 FUSED_WIDTHS = (64, 128)  # of the fused backward: others have no tile that fits registers and swizzles
+AHEAD_WIDTHS = (96, 128)  # of the forward that scores a tile ahead: 64 is slower by it, 256 has no registers for it
 MULTIPLE = 128  # every tile size below divides it
 
 # Names of what the backward needs, for rematerialisation policies that keep it.
@@ -50,7 +52,7 @@ def refuses(
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """Which kernels run. `options` are of timing experiments: fields of FusedTiles and, named forward_*, ForwardTiles.
+    """Which kernels run.
 
     Attributes:
         scores: from products to scores.
@@ -60,9 +62,8 @@ class Form:
     """
 
     scores: Scores
-    deterministic: bool = True
+    deterministic: bool = False
     staged: bool = False
-    options: tuple = ()
 
 
 def forward(
@@ -76,20 +77,19 @@ def forward(
     scale: float,
     softcap: float | None = None,
     sinks: Float[Array, " N"] | None = None,
-    deterministic: bool = True,
+    deterministic: bool = False,
     staged: bool = False,
-    options: tuple = (),
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
     """Attend; returns (out, lse), differentiable in both. Memory grows with T: masks are two integers a row.
 
-    `deterministic` and `staged` are Form's; the fused backward has FUSED_WIDTHS only.
+    `deterministic` and `staged` are Form's; other widths than FUSED_WIDTHS are deterministic always.
     """
     tokens, keys = q.shape[1], k.shape[1]
     lo, hi = row_bounds(tokens, keys, causal=causal, window=window, segment_ids=segment_ids)
     q, k, v = (_pad(x) for x in (q, k, v))
     lo, hi = pad_bounds(lo, hi, q.shape[1], keys)
     sinks = None if sinks is None else sinks.astype(jnp.float32)
-    form = Form(Scores(scale, softcap), deterministic or q.shape[-1] not in FUSED_WIDTHS, staged, options)
+    form = Form(Scores(scale, softcap), deterministic or q.shape[-1] not in FUSED_WIDTHS, staged)
     out, lse = _attend(q, k, v, lo, hi, sinks, form)
     lse = jnp.where(jnp.isposinf(lse), -jnp.inf, lse / LOG2E)
     return out[:, :tokens], lse[..., :tokens]
@@ -107,11 +107,9 @@ def _attend(q, k, v, lo, hi, sinks, form: Form):
 
 def _attend_fwd(q, k, v, lo, hi, sinks, form: Form):
     tiles = ForwardTiles(block_kv=64, items=1) if q.shape[-1] > 128 else ForwardTiles()
-    mine = {name[8:]: value for name, value in form.options if name.startswith("forward_")}
-    tiles = dataclasses.replace(tiles, **mine)
     if form.staged:  # few blocks, so that the interpreter meets one with several items
         tiles = dataclasses.replace(tiles, staged=True, blocks=2)
-    run = forward_ahead if tiles.ahead and tiles.items > 1 else forward_tiles
+    run = forward_ahead if q.shape[-1] in AHEAD_WIDTHS else forward_tiles
     kernel = functools.partial(run, scores=form.scores, tiles=tiles)
     spec = "BTNH,BSKH,BSKH,BT,BT" + ("" if sinks is None else ",N") + "->BTNH,BNT"
     out, lse = split_work(kernel, spec, q, k, v, lo, hi, *([] if sinks is None else [sinks]))
@@ -136,14 +134,10 @@ def _backward(form: Form, *inputs):
     width = inputs[0].shape[-1]
     if not form.deterministic:
         tiles = FusedTiles(stream=128 if width == 64 else 64, staged=form.staged)
-        mine = {name: value for name, value in form.options if not name.startswith("forward_")}
-        tiles = dataclasses.replace(tiles, **mine)
         return backward_fused(*inputs, scores=form.scores, tiles=tiles)
-    flight = dict(form.options).get("flight", True)
-    swept = {name: value for name, value in form.options if name in ("sweep", "order")}
-    tiles = BackwardTiles(split_width=width > 128, staged=form.staged, **swept)
+    tiles = DkvTiles(split_width=width > 128, staged=form.staged)
     dk, dv = backward_dkv(*inputs, scores=form.scores, tiles=tiles)
-    tiles = BackwardTiles(stages=1 if width > 128 else 2, staged=form.staged, flight=flight)
+    tiles = DqTiles(stages=1 if width > 128 else 2, staged=form.staged)
     return backward_dq(*inputs, scores=form.scores, tiles=tiles), dk, dv
 
 

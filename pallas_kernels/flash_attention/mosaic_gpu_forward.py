@@ -3,7 +3,8 @@
 An item of work is 2 * block_q queries of one head. The memory warpgroup streams tiles of K and V through a ring of
 `stages` shared-memory slots; each compute warpgroup multiplies its block_q queries with every tile (scores in
 registers), keeps the running maximum and sum of a base-2 softmax, and accumulates P @ V. The two take turns on the
-tensor cores: while one exponentiates, the other multiplies (FlashAttention-3, arXiv 2407.08608, section 3.1).
+tensor cores: while one exponentiates, the other multiplies (FlashAttention-3, arXiv 2407.08608, section 3.1). One adds
+its weighted values once the other has left word that its next scores are begun.
 
 There are as many blocks as the GPU runs at a time; each does every `blocks`-th item, longest first, and loads the next
 item's tiles while it finishes this one's.
@@ -35,9 +36,6 @@ class ForwardTiles:
         stages: slots of the ring.
         items: slots for items of queries: with 2 the next item's are loaded while one is at work.
         blocks: that share the work; None for as many as the GPU has multiprocessors.
-        take_turns: whether the compute warpgroups alternate on the tensor cores: one adds its weighted values only
-            once the other has begun its next scores.
-        meet: whether they wait for each other at every turn instead of leaving word.
         staged: whether weights go through shared memory, which is what the interpreter can run.
     """
 
@@ -46,12 +44,6 @@ class ForwardTiles:
     stages: int = 2
     items: int = 2
     blocks: int | None = None
-    take_turns: bool = True
-    meet: bool = False
-    ahead: bool = False
-    early_word: bool = False
-    registers: int = 232
-    feeder_registers: int = 40
     staged: bool = False
 
 
@@ -102,17 +94,10 @@ def forward_tiles(q, k, v, lo, hi, sinks=None, *, scores: Scores, tiles: Forward
 
         def leave_word():
             """Tells the other that this one's scores are begun."""
-            if tiles.take_turns and tiles.meet:
-                plgpu.barrier_arrive(turn.at[0])
-                plgpu.barrier_wait(turn.at[0])
-            elif tiles.take_turns:
-                plgpu.barrier_arrive(turn.at[1 - warpgroup])
+            plgpu.barrier_arrive(turn.at[1 - warpgroup])
 
         def await_word():
-            if tiles.take_turns and tiles.meet:
-                plgpu.barrier_arrive(turn.at[0])
-            if tiles.take_turns:
-                plgpu.barrier_wait(turn.at[0 if tiles.meet else warpgroup])
+            plgpu.barrier_wait(turn.at[warpgroup])
 
         @pl.when(warpgroup < WARPGROUPS)
         def _compute():
@@ -234,7 +219,7 @@ def forward_tiles(q, k, v, lo, hi, sinks=None, *, scores: Scores, tiles: Forward
                 plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=q_slots),
                 *(plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages),) * 2,
             ),
-            plgpu.Barrier(num_arrivals=WARPGROUPS if tiles.meet else 1, num_barriers=1 if tiles.meet else WARPGROUPS),
+            plgpu.Barrier(num_barriers=WARPGROUPS),
         ),
         *(q, k, v, lo, hi, ranges, work),
         *([] if sinks is None else [sinks * LOG2E]),

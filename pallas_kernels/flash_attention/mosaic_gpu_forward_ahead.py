@@ -1,12 +1,9 @@
-"""The forward kernel for Hopper: online softmax over tiles of keys, two compute warpgroups fed by a third.
+"""The forward kernel for Hopper that scores a tile ahead: the next scores are multiplied right behind P @ V.
 
-An item of work is 2 * block_q queries of one head. The memory warpgroup streams tiles of K and V through a ring of
-`stages` shared-memory slots; each compute warpgroup multiplies its block_q queries with every tile (scores in
-registers), keeps the running maximum and sum of a base-2 softmax, and accumulates P @ V. The two take turns on the
-tensor cores: while one exponentiates, the other multiplies (FlashAttention-3, arXiv 2407.08608, section 3.1).
-
-There are as many blocks as the GPU runs at a time; each does every `blocks`-th item, longest first, and loads the next
-item's tiles while it finishes this one's.
+As `mosaic_gpu_forward`, but each step issues two products together: this tile's weighted values, and the scores of the
+next, which may be the next item's first (FlashAttention-3, arXiv 2407.08608, section 3.2). While one warpgroup waits
+for its values, its scores are under way already; its turn ends with its values. What follows the last tile is
+multiplied in vain, so that no step is special, and every item visits at least one tile.
 """
 
 import jax
@@ -84,7 +81,7 @@ def forward_ahead(q, k, v, lo, hi, sinks=None, *, scores: Scores, tiles: Forward
 
         @pl.when(warpgroup < WARPGROUPS)
         def _compute():
-            plgpu.set_max_registers(tiles.registers, action="increase")
+            plgpu.set_max_registers(232, action="increase")
             of_row = plgpu.Layout.WGMMA.reduce(1)
             rows_of_mine = pl.ds(warpgroup * block_q, block_q)
             shape = (block_q, block_kv)
@@ -143,11 +140,8 @@ def forward_ahead(q, k, v, lo, hi, sinks=None, *, scores: Scores, tiles: Forward
                         def both(score_ref):
                             plgpu.wgmma(acc_ref, weight16, v_smem.at[slot])
                             plgpu.wgmma(score_ref, q_of(next_q), next_k)
-                            if tiles.early_word:
-                                leave_word()
                             plgpu.wgmma_wait(1)
-                            if not tiles.early_word:
-                                leave_word()
+                            leave_word()
                             plgpu.barrier_arrive(v_free.at[slot])
                             out_ref[...] = score_ref[...]
 
@@ -197,7 +191,7 @@ def forward_ahead(q, k, v, lo, hi, sinks=None, *, scores: Scores, tiles: Forward
 
         @pl.when(warpgroup == WARPGROUPS)
         def _feed():
-            plgpu.set_max_registers(tiles.feeder_registers, action="decrease")
+            plgpu.set_max_registers(40, action="decrease")
 
             def load_k(number, at):
                 slot = lax.rem(number, jnp.int32(stages))

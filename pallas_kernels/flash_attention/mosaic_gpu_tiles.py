@@ -100,6 +100,36 @@ def accumulate(sums, staging, products):
     return tuple(sums)
 
 
+def two_products(first, second, shape: tuple[int, int]):
+    """`a @ b` of two pairs of shared-memory tiles, in flight together so that they wait once."""
+
+    def multiply(first_ref, second_ref):
+        plgpu.wgmma(first_ref, *first)
+        plgpu.wgmma(second_ref, *second)
+        return first_ref[...], second_ref[...]
+
+    return pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32))
+
+
+def weights_by_key(scores: Scores, product, lse, bounds, first_key):
+    """Weights of a tile of keys by queries, and what turns their gradient into that of `scale * product`.
+
+    Args:
+        scores: from products to scores.
+        product: of keys and queries.
+        lse: of the tile's queries, in shared memory.
+        bounds: their first and last keys, in shared memory; None where every query sees the whole tile.
+        first_key: of the tile.
+    """
+    score, shape = scores.squash(product), product.shape
+    weight = jnp.exp2(score * scores.factor - by_column(lse, shape))
+    if bounds is not None:
+        key = index_along(0, first_key, shape)
+        seen = (key >= by_column(bounds[0], shape)) & (key <= by_column(bounds[1], shape))
+        weight = jnp.where(seen, weight, 0.0)
+    return weight, scores.chain(weight, score)
+
+
 def visit(ranges, step, carry):
     """Runs `step(index, carry, masked=)` over the tiles of one block; those that every row sees whole are not masked.
 
