@@ -188,7 +188,9 @@ def torch_rates(op: str, cases: list, lock: Path) -> dict[str, dict[str, dict[st
     for name, peers in json.loads(done.stdout.splitlines()[-1]).items():
         case = known[name]
         work = (case.flops, case.flops_fwd_bwd) if tera else (case.bytes, case.bytes_fwd_bwd)
-        rates[name] = {peer: {n: w / ms / unit for n, w, ms in zip(names, work, ms2)} for peer, ms2 in peers.items()}
+        rates[name] = {
+            peer: {n: w / ms / unit for n, w, ms in zip(names, work, times)} for peer, times in peers.items()
+        }
     return rates
 
 
@@ -251,9 +253,9 @@ def time_case(op: str, case, module, lock: Path) -> None:
     print(json.dumps({"device": jax.devices()[0].device_kind, "results": results}))
 
 
-def run_case(op: str, name: str, lock: Path, patience: float) -> dict[str, Any]:
+def run_case(op: str, name: str, lock: Path, patience: float, tiny: list[str]) -> dict[str, Any]:
     """What `time_case` printed in a process of its own; empty where it ended without."""
-    command = [sys.executable, __file__, op, name, "--lock", str(lock)]
+    command = [sys.executable, __file__, op, name, "--lock", str(lock), *tiny]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=patience)
     except subprocess.TimeoutExpired:
@@ -270,6 +272,9 @@ def main() -> None:
     parser.add_argument("op")
     parser.add_argument("case", nargs="*")
     parser.add_argument("--out", type=Path)
+    parser.add_argument(
+        "--tiny", action="store_true", help="the tests' cases, to try this program itself on any device"
+    )
     parser.add_argument("--processes", type=int, default=8, help="cases that compile side by side")
     parser.add_argument("--seconds", type=float, default=600, help="that a case may take, its turns' waits included")
     parser.add_argument("--lock", type=Path, help=argparse.SUPPRESS)
@@ -285,22 +290,22 @@ def main() -> None:
     if options.op not in OPS:
         parser.error(f"unknown operation {options.op!r}; known: {', '.join(OPS)}")
     module = importlib.import_module(f"pallas_kernels.{options.op}.cases")
-    known = {case.name: case for case in module.CASES}
+    known = {case.name: case for case in (module.TINY if options.tiny else module.CASES)}
     if unknown := set(options.case) - set(known):
         parser.error(f"unknown cases {sorted(unknown)}; known: {', '.join(known)}")
     if options.lock:
         time_case(options.op, known[options.case[0]], module, options.lock)
         return
-    names = options.case or list(known)
+    names, tiny = options.case or list(known), ["--tiny"] * options.tiny
     out = options.out or Path("scripts/results") / f"{options.op}.jsonl"
     with tempfile.NamedTemporaryFile() as lock, ThreadPoolExecutor(options.processes + 1) as pool:
         file = Path(lock.name)
         torch = pool.submit(torch_rates, options.op, [known[name] for name in names], file)
-        timed = [pool.submit(run_case, options.op, name, file, options.seconds) for name in names]
+        timed = [pool.submit(run_case, options.op, name, file, options.seconds, tiny) for name in names]
         for name, future in zip(names, timed, strict=True):
             if not (told := future.result()):
                 continue
-            results = torch.result().get(name, {}) | told["results"]
+            results = (torch.result().get(name, {}) if not torch.exception() else {}) | told["results"]
             for line in bench.lines(options.op, known[name], results, OURS.get(options.op), told["device"]):
                 text = json.dumps(line)
                 print(text, flush=True)
