@@ -51,7 +51,7 @@ def flash_attention(
         softcap: bound on the scores, in their unit; None for no bound.
         sinks: score of each head's sink, in the unit of the scaled scores, any float dtype; not bounded by softcap.
         deterministic: whether mosaic_gpu's backward must give the same bits in every run. Without, widths 64 and 128
-            form their gradients in one pass with fewer products: 1.2 times as fast on an H200 with the forward, and
+            form their gradients in one pass with fewer products, 1.2 times as fast on an H200, and
             dq is added up in an order that varies. None: as --xla_gpu_deterministic_ops in XLA_FLAGS says, off where
             it says nothing. cuDNN's backward never promises it.
         return_lse: whether to return the logarithm of each softmax's denominator too, f32, -inf where there is nothing

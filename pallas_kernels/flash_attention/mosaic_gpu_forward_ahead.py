@@ -6,6 +6,8 @@ for its values, its scores are under way already; its turn ends with its values.
 multiplied in vain, so that no step is special, and every item visits at least one tile.
 """
 
+from typing import Any
+
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -14,17 +16,9 @@ from jax import lax
 
 from pallas_kernels import _platform
 from pallas_kernels._hopper import WARPGROUPS, drain, filled, launch, swizzled
-from pallas_kernels.flash_attention.bounds import key_tiles, longest_first
+from pallas_kernels.flash_attention.bounds import at_least_one, key_tiles, longest_first
 from pallas_kernels.flash_attention.mosaic_gpu_forward import LOWEST, ForwardTiles
 from pallas_kernels.flash_attention.mosaic_gpu_tiles import LOG2E, Scores, accumulate, anew, index_along, visit
-
-
-def at_least_one(ranges, tiles: int):
-    """Ranges in which every tile of queries visits a tile of keys, if need be one that it does not see."""
-    begin = jnp.minimum(ranges[..., 0], tiles - 1)
-    end = jnp.maximum(ranges[..., 3], begin + 1)
-    clear = (jnp.clip(ranges[..., i], begin, end) for i in (1, 2))
-    return jnp.stack([begin, *clear, end], axis=-1)
 
 
 def forward_ahead(q, k, v, lo, hi, sinks=None, *, scores: Scores, tiles: ForwardTiles):
@@ -160,7 +154,8 @@ def forward_ahead(q, k, v, lo, hi, sinks=None, *, scores: Scores, tiles: Forward
 
                         score = pl.run_scoped(scores_of, plgpu.ACC(shape, jnp.float32))
                     else:
-                        acc, score = pl.run_state(products)((plgpu.ACC.init(acc), score))
+                        sums: Any = pl.run_state(products)((plgpu.ACC.init(acc), score))
+                        acc, score = sums
                     plgpu.barrier_arrive(k_free.at[next_slot])
                     return acc, new_top, total, score
 

@@ -11,6 +11,7 @@ The tensor cores stay busy from step to step: the next tile's scores are multipl
 """
 
 import dataclasses
+from typing import Any
 
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -87,7 +88,7 @@ def backward_fused(q, k, v, dout, lse, delta, lo, hi, *, scores: Scores, tiles: 
             """Where a warpgroup's keys lie."""
             return row, pl.ds(k_tile * rows + part * own, own), kv_head
 
-        def compute(dk_acc, dv_acc, ahead=None):
+        def compute(dk_acc, dv_acc, ahead: Any = None):
             base = k_tile * rows + warpgroup * own
             my_k, my_v = k_smem.at[warpgroup], v_smem.at[warpgroup]
             staging = staging2.at[warpgroup] if tiles.staged else None
