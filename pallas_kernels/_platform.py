@@ -1,6 +1,7 @@
 """What the default device is, for implementations that need a GPU."""
 
 import importlib.metadata
+import os
 
 import jax
 
@@ -41,6 +42,16 @@ def why_not_hopper(*, one_device: bool = False) -> str | None:
     if one_device and jax.device_count() > 1:
         return f"it runs on one device, as XLA cannot split its work, and there are {jax.device_count()}"
     return miscompiles()
+
+
+def deterministic() -> bool:
+    """Return whether XLA_FLAGS ask for the same bits in every run, as XLA's own operations then give."""
+    values = {"": True, "=true": True, "=1": True, "=false": False, "=0": False}
+    flag, asked = "--xla_gpu_deterministic_ops", False
+    for word in os.environ.get("XLA_FLAGS", "").split():  # as XLA does, the last one counts
+        if word.startswith(flag):
+            asked = values.get(word.removeprefix(flag).lower(), asked)
+    return asked
 
 
 def multiprocessors() -> int:

@@ -6,6 +6,8 @@ that the implementation is better than the peer. Refusals go to the error stream
 """
 
 import argparse
+import contextlib
+import functools
 import importlib
 import itertools
 import json
@@ -14,6 +16,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from pathlib import Path
 from types import ModuleType
@@ -60,7 +64,6 @@ def measure(
     *,
     implementations: Sequence[str] | None = None,
     peers: Mapping[str, Peer] | None = None,
-    measured: Mapping[str, dict[str, float]] | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Yield the result lines of one case: each implementation against each peer, for each metric.
 
@@ -70,25 +73,75 @@ def measure(
         module: the operation's cases.py.
         implementations: of ours that are timed; None for all that exist.
         peers: timed here too; None for those of the module, which are the operation's own function's.
-        measured: metrics of peers that another program timed in the same run.
     """
-    args, arrays, static = build(case)
-    implementations = implementations or [name for name, file in _FILES.items() if (_ROOT / op / file).exists()]
-    results = dict(measured or {})
+    yield from lines(op, case, rates(op, case, module, implementations=implementations, peers=peers), implementations)
+
+
+def rates(
+    op: str,
+    case: Case,
+    module: ModuleType,
+    *,
+    implementations: Sequence[str] | None = None,
+    peers: Mapping[str, Peer] | None = None,
+    alone: AbstractContextManager[Any] | None = None,
+) -> dict[str, dict[str, float]]:
+    """Metrics of each implementation and peer of one case; all are compiled side by side before any is timed.
+
+    Args:
+        op: as `measure`'s, with case, module, implementations and peers.
+        case: see op.
+        module: see op.
+        implementations: see op.
+        peers: see op.
+        alone: entered once all is compiled, for as long as the device is in use.
+    """
+    shapes, kwargs, static = shapes_of(case)
     peers = (module.PEERS if peers is None else peers) if case.function is None else {}
-    ours = {name: Peer(_bind(op, case.function or op, name)) for name in implementations}
-    for name, peer in (ours | dict(peers)).items():
+    ours = {name: Peer(_bind(op, case.function or op, name)) for name in implementations or existing(op)}
+
+    def build_programs(named: tuple[str, Peer]) -> Any:
         try:
-            results[name] = _metrics(case, peer, args, arrays, static, case.metric or module.METRIC)
+            return _programs(case, named[1], shapes, kwargs, static)
         except _FAILURES as error:
-            print(f"{case.name} {name}: {str(error)[:2000]}", file=sys.stderr)
+            return error
+
+    every = ours | dict(peers)
+    with ThreadPoolExecutor(max(1, len(every))) as pool:
+        built = dict(zip(every, pool.map(build_programs, every.items()), strict=True))
+    results = {}
+    with alone or contextlib.nullcontext():
+        args, arrays, _ = build(case)
+        for name, programs in built.items():
+            try:
+                if isinstance(programs, Exception):
+                    raise programs
+                results[name] = _metrics(case, every[name], programs, args, arrays, case.metric or module.METRIC)
+            except _FAILURES as error:
+                print(f"{case.name} {name}: {str(error)[:2000]}", file=sys.stderr)
+    return results
+
+
+def existing(op: str) -> list[str]:
+    """Names of an operation's implementations."""
+    return [name for name, file in _FILES.items() if (_ROOT / op / file).exists()]
+
+
+def lines(
+    op: str,
+    case: Case,
+    results: Mapping[str, Mapping[str, float]],
+    implementations: Sequence[str] | None = None,
+    device: str | None = None,
+) -> Iterator[dict[str, Any]]:
+    """Yield the lines of what was timed in one run; `device` names it where this process has none."""
     about = {
-        "device": jax.devices()[0].device_kind,
+        "device": device or jax.devices()[0].device_kind,
         "jax": jax.__version__,
         "commit": commit(),
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
     }
-    for name, peer in itertools.product(implementations, results):
+    for name, peer in itertools.product(implementations or existing(op), results):
         if name in results and peer != name:
             for metric, value in results[name].items():
                 if metric not in results[peer]:
@@ -101,15 +154,28 @@ def measure(
 
 def build(case: Case) -> tuple[tuple[Any, ...], dict[str, jax.Array], dict[str, Any]]:
     """Make a case's arguments in one jit: positional arguments, keyword arrays, other keyword arguments."""
-    static = {}
+    make, static = _maker(case)
+    args, arrays = jax.jit(make)(jax.random.key(0))
+    return args, arrays, static
+
+
+def shapes_of(case: Case) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]:
+    """What `build` makes, with shapes in place of arrays."""
+    make, static = _maker(case)
+    args, arrays = jax.eval_shape(lambda: make(jax.random.key(0)))  # no array is made
+    return args, arrays, static
+
+
+def _maker(case: Case) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """A traceable function from a key to arguments and keyword arrays, and what it fills with other arguments."""
+    static: dict[str, Any] = {}
 
     def make(key: jax.Array) -> tuple[tuple[Any, ...], dict[str, jax.Array]]:
         args, kwargs = case.args(key)
         static.update({name: value for name, value in kwargs.items() if not isinstance(value, jax.Array)})
         return args, {name: value for name, value in kwargs.items() if name not in static}
 
-    args, arrays = jax.jit(make)(jax.random.key(0))
-    return args, arrays, static
+    return make, static
 
 
 def _select(module: ModuleType, names: list[str], tiny: bool) -> list[Case]:
@@ -125,60 +191,76 @@ def _bind(op: str, name: str, implementation: str) -> Callable[..., Any]:
     return lambda *args, **kwargs: function(*args, **kwargs, implementation=implementation)
 
 
-def _metrics(
-    case: Case, peer: Peer, args: tuple, arrays: dict[str, jax.Array], static: dict[str, Any], metric: str
-) -> dict[str, float]:
-    """Time forward, and forward with backward; return the metrics of both and the memory of the latter."""
-    args = jax.block_until_ready(peer.prepare(*args))
+def _programs(
+    case: Case, peer: Peer, shapes: tuple, kwargs: dict[str, Any], static: dict[str, Any]
+) -> dict[str, jax.stages.Compiled]:
+    """Compiled from shapes: "forward", where it has a gradient "both", and each of the case's parts."""
+    prepared = jax.eval_shape(peer.prepare, *shapes)
 
     def forward(args: tuple, arrays: dict[str, jax.Array]) -> Any:
         return peer.call(*args, **arrays, **static)
 
-    def forward_backward(args: tuple, arrays: dict[str, jax.Array], cotangent: Any) -> Any:
-        def of_wrt(*wrt: jax.Array) -> Any:
-            replaced = dict(zip(case.wrt, wrt, strict=True))
+    def gradients(args: tuple, arrays: dict[str, jax.Array], cotangent: Any, wrt: tuple[int, ...]) -> Any:
+        def of_wrt(*values: jax.Array) -> Any:
+            replaced = dict(zip(wrt, values, strict=True))
             return forward(tuple(replaced.get(i, arg) for i, arg in enumerate(args)), arrays)
 
-        out, pull_back = jax.vjp(of_wrt, *(args[i] for i in case.wrt))
+        out, pull_back = jax.vjp(of_wrt, *(args[i] for i in wrt))
         return out, pull_back(cotangent)
 
-    fwd = jax.jit(forward).lower(args, arrays).compile()
-    out = fwd(args, arrays)
-    seconds = median_seconds(fwd, args, arrays)
+    lowered = jax.jit(forward).lower(prepared, kwargs)
+    programs = {"forward": lowered.compile()}
+    if not case.wrt:
+        return programs
+    inputs = prepared, kwargs, jax.tree.map(lambda o: jax.ShapeDtypeStruct(o.shape, o.dtype), lowered.out_info)
+    programs["both"] = jax.jit(functools.partial(gradients, wrt=case.wrt)).lower(*inputs).compile()
+    for part, (position, _) in case.parts.items():
+
+        def gradient(args: tuple, arrays: dict[str, jax.Array], cotangent: Any, position: int = position) -> Any:
+            return gradients(args, arrays, cotangent, (position,))[1]  # the compiler drops the forward where it can
+
+        try:
+            programs[part] = jax.jit(gradient).lower(*inputs).compile()
+        except _FAILURES as error:
+            print(f"{case.name} {part}: {error}", file=sys.stderr)
+    return programs
+
+
+def _metrics(
+    case: Case, peer: Peer, programs: dict[str, jax.stages.Compiled], args: tuple, arrays: dict[str, Any], metric: str
+) -> dict[str, float]:
+    """Time forward, and forward with backward; return the metrics of both and the memory of the latter."""
+    args = jax.block_until_ready(peer.prepare(*args))
+    out = programs["forward"](args, arrays)
+    seconds = median_seconds(programs["forward"], args, arrays)
     work, work_both, unit = (case.flops, case.flops_fwd_bwd, 1e12)
     if metric == "gbps":
         work, work_both, unit = (case.bytes, case.bytes_fwd_bwd, 1e9)
     alone, together = ("gbps", "gbps_fwd_bwd") if metric == "gbps" else ("tflops_fwd", "tflops_fwd_bwd")
     if not case.wrt:
-        return {alone: work / seconds / unit, "peak_gib": _bytes(fwd) / 2**30}
+        return {alone: work / seconds / unit, "peak_gib": _bytes(programs["forward"]) / 2**30}
     cotangent = jax.tree.map(lambda o: jax.random.normal(jax.random.key(1), o.shape, o.dtype), out)
-    both = jax.jit(forward_backward).lower(args, arrays, cotangent).compile()
-    seconds_both = median_seconds(both, args, arrays, cotangent)
-    rates = {alone: work / seconds / unit, together: work_both / seconds_both / unit}
-    for part, (position, flops) in case.parts.items():
-
-        def gradient(args: tuple, arrays: dict[str, jax.Array], cotangent: Any, position: int = position) -> Any:
-            def of_one(arg: jax.Array) -> Any:
-                return forward((*args[:position], arg, *args[position + 1 :]), arrays)
-
-            return jax.vjp(of_one, args[position])[1](cotangent)  # the compiler drops the forward pass where it can
-
-        try:
-            program = jax.jit(gradient).lower(args, arrays, cotangent).compile()
-            rates[part] = flops / median_seconds(program, args, arrays, cotangent) / 1e12
-        except _FAILURES as error:
-            print(f"{case.name} {part}: {error}", file=sys.stderr)
-    return rates | {"peak_gib": _bytes(both) / 2**30}
+    del out
+    seconds_both = median_seconds(programs["both"], args, arrays, cotangent)
+    result = {alone: work / seconds / unit, together: work_both / seconds_both / unit}
+    for part, (_, flops) in case.parts.items():
+        if part in programs:
+            result[part] = flops / median_seconds(programs[part], args, arrays, cotangent) / 1e12
+    return result | {"peak_gib": _bytes(programs["both"]) / 2**30}
 
 
 def median_seconds(compiled: Callable[..., Any], *args: Any) -> float:
-    """Time batches of calls of at least 20 ms, after warming up; the median of ten batches, per call."""
-    jax.block_until_ready([compiled(*args) for _ in range(3)])
+    """Time batches of calls of at least 20 ms, after warming up; the median of ten batches, or of 2 s, per call."""
     start = time.perf_counter()
     jax.block_until_ready(compiled(*args))
-    calls = int(np.clip(0.02 / (time.perf_counter() - start), 1, 50))
+    if time.perf_counter() - start < 0.2:
+        jax.block_until_ready([compiled(*args) for _ in range(2)])
+        start = time.perf_counter()
+        jax.block_until_ready(compiled(*args))
+    once = time.perf_counter() - start
+    calls = int(np.clip(0.02 / once, 1, 50))
     times = []
-    for _ in range(10):
+    for _ in range(int(np.clip(2 / (calls * once), 3, 10))):
         start = time.perf_counter()
         for _ in range(calls - 1):
             compiled(*args)

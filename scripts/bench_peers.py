@@ -3,20 +3,24 @@
 Usage: python scripts/bench_peers.py OP [CASE ...] [--out FILE]    (cases: pallas_kernels/OP/cases.py)
 
 Lines go to scripts/results/OP.jsonl. Peers that are not installed, or that do not do a case, are named on the error
-stream. torch runs in a process of its own, so that the two do not share the GPU's memory. `copy` is the rate at which
-this run reads and writes 1 GiB, the roof of operations that move more than they compute.
+stream. Each case is a process of its own, and torch with all cases is one more: they start and compile side by side,
+and a lock lets one at a time use the GPU. `copy` is the rate at which this run reads and writes 1 GiB, the roof of
+operations that move more than they compute.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
+import contextlib
+import fcntl
 import importlib
 import importlib.util
 import json
 import os
 import subprocess
 import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +30,7 @@ Calls = dict[str, tuple[Any, Any]]
 """Name of a peer -> (its forward, its forward with backward), both without arguments."""
 
 
-def tokamax_attention(q, k, v, *, causal, window, segment_ids, softcap=None, deterministic=True):
+def tokamax_attention(q, k, v, *, causal, window, segment_ids, softcap=None, deterministic=None):
     """tokamax's Hopper kernels; they have neither documents nor, in this call, windows."""
     import tokamax
 
@@ -141,38 +145,61 @@ def with_backward(forward, inputs):
     return forward, both
 
 
-def time_torch(op: str, shapes: list, static: dict[str, Any]) -> None:
-    """Prints {peer: [ms forward, ms with backward]} as one JSON object."""
+def time_torch(op: str, described: list, lock: Path) -> None:
+    """Prints {case: {peer: [ms forward, ms with backward]}} of the cases, each with its shapes and options."""
     import torch
     from triton.testing import do_bench
 
-    timing: dict[str, Any] = {"warmup": 100, "rep": 300, "return_mode": "median"}
-    found = {}
-    for name, (forward, both) in TORCH_PEERS[op](shapes, static).items():
-        try:
-            with torch.no_grad():
-                alone = do_bench(forward, **timing)
-            found[name] = [alone, do_bench(both, **timing)]
-        except RuntimeError as error:
-            print(f"{name}: {str(error)[:200]}", file=sys.stderr)
+    timing: dict[str, Any] = {"warmup": 50, "rep": 200, "return_mode": "median"}
+    found: dict[str, dict[str, list[float]]] = {}
+    for name, shapes, static in described:
+        with holding(lock):
+            try:
+                for peer, (forward, both) in TORCH_PEERS[op](shapes, static).items():
+                    with torch.no_grad():
+                        alone = do_bench(forward, **timing)
+                    found.setdefault(name, {})[peer] = [alone, do_bench(both, **timing)]
+            except RuntimeError as error:
+                print(f"{name}: {str(error)[:200]}", file=sys.stderr)
+            forward = both = None
+            torch.cuda.empty_cache()
     print(json.dumps(found))
 
 
-def torch_metrics(op: str, case, args: tuple, arrays: dict[str, Any], static: dict[str, Any]) -> dict[str, dict]:
-    """Rates of torch's peers on a case, empty where there are none."""
+def torch_rates(op: str, cases: list, lock: Path) -> dict[str, dict[str, dict[str, float]]]:
+    """Rates of torch's peers by case, from a process that times them all; empty where there are none."""
+    from pallas_kernels import bench
+
     if op not in TORCH_PEERS or importlib.util.find_spec("torch") is None:
         return {}
-    shapes = [list(arg.shape) for arg in args if hasattr(arg, "shape")]
-    described = json.dumps([op, shapes, static | {"packed": bool(arrays)}])
-    done = subprocess.run([sys.executable, __file__, op, "--torch", described], capture_output=True, text=True)
+    described, known = [], {case.name: case for case in cases if not case.function}
+    for case in known.values():
+        args, arrays, static = bench.shapes_of(case)
+        shapes = [list(arg.shape) for arg in args if hasattr(arg, "shape")]
+        described.append([case.name, shapes, static | {"packed": bool(arrays)}])
+    command = [sys.executable, __file__, op, "--lock", str(lock), "--torch", json.dumps(described)]
+    done = subprocess.run(command, capture_output=True, text=True)
     print(done.stderr[-500:], file=sys.stderr, end="")
     if done.returncode:
         return {}
     tera = op in ("flash_attention", "linear_cross_entropy")
-    work = (case.flops, case.flops_fwd_bwd) if tera else (case.bytes, case.bytes_fwd_bwd)
     names, unit = (("tflops_fwd", "tflops_fwd_bwd"), 1e9) if tera else (("gbps", "gbps_fwd_bwd"), 1e6)
-    rates = json.loads(done.stdout.splitlines()[-1])
-    return {peer: {n: w / ms / unit for n, w, ms in zip(names, work, times)} for peer, times in rates.items()}
+    rates: dict[str, dict[str, dict[str, float]]] = {}
+    for name, peers in json.loads(done.stdout.splitlines()[-1]).items():
+        case = known[name]
+        work = (case.flops, case.flops_fwd_bwd) if tera else (case.bytes, case.bytes_fwd_bwd)
+        rates[name] = {
+            peer: {n: w / ms / unit for n, w, ms in zip(names, work, times)} for peer, times in peers.items()
+        }
+    return rates
+
+
+@contextlib.contextmanager
+def holding(lock: Path):
+    """While the GPU is this process's alone."""
+    with lock.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def copy_rate() -> dict[str, float]:
@@ -187,51 +214,103 @@ def copy_rate() -> dict[str, float]:
     return {"gbps": rate, "gbps_fwd_bwd": rate}
 
 
+OURS = {"flash_attention": ("mosaic_gpu", "cudnn"), "grouped_matmul": ("mosaic_gpu", "xla")}
+"""What is timed of ours where not all is worth its time."""
+
+LARGE = 32 * 2**30  # bytes: ragged_dot's gradient needs two f32 copies of the wider side for each expert
+
+
+def peers_of(op: str, case, module) -> dict[str, Any]:
+    """The peers that run in JAX."""
+    from pallas_kernels import bench
+    from pallas_kernels._case import Peer
+
+    peers = dict(module.PEERS)
+    if op == "flash_attention":
+        peers = {"tokamax": Peer(tokamax_attention)}
+    if op == "grouped_matmul":  # without the one that takes E times the work and memory
+        x, w, *_ = bench.shapes_of(case)[0]
+        peers = {"tokamax": Peer(tokamax_ragged_dot, module.swapped)}
+        if 8 * x.shape[0] * w.shape[0] * max(w.shape[1:]) <= LARGE:
+            peers["ragged_dot"] = module.PEERS["ragged_dot"]
+    if "tokamax" in peers and importlib.util.find_spec("tokamax") is None:
+        print("tokamax is not installed and not timed", file=sys.stderr)
+        del peers["tokamax"]
+    return peers
+
+
+def time_case(op: str, case, module, lock: Path) -> None:
+    """Prints {"device": its name, "results": {implementation or peer: metrics}} as one JSON object."""
+    import jax
+
+    from pallas_kernels import bench
+
+    peers = {} if case.function else peers_of(op, case, module)
+    results = bench.rates(op, case, module, implementations=OURS.get(op), peers=peers, alone=holding(lock))
+    if (case.metric or module.METRIC) == "gbps":
+        with holding(lock):
+            results["copy"] = copy_rate()
+    print(json.dumps({"device": jax.devices()[0].device_kind, "results": results}))
+
+
+def run_case(op: str, name: str, lock: Path, patience: float, tiny: list[str]) -> dict[str, Any]:
+    """What `time_case` printed in a process of its own; empty where it ended without."""
+    command = [sys.executable, __file__, op, name, "--lock", str(lock), *tiny]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=patience)
+    except subprocess.TimeoutExpired:
+        print(f"{name}: not ended after {patience} s", file=sys.stderr)
+        return {}
+    said = [line for line in done.stderr.splitlines() if line.startswith(name) or done.returncode]
+    print(*said[-20:], sep="\n", file=sys.stderr)
+    return {} if done.returncode else json.loads(done.stdout.splitlines()[-1])
+
+
 def main() -> None:
     """Measures the named cases of an operation, or all, and appends their lines."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("op")
     parser.add_argument("case", nargs="*")
     parser.add_argument("--out", type=Path)
+    parser.add_argument(
+        "--tiny", action="store_true", help="the tests' cases, to try this program itself on any device"
+    )
+    parser.add_argument("--processes", type=int, default=8, help="cases that compile side by side")
+    parser.add_argument("--seconds", type=float, default=600, help="that a case may take, its turns' waits included")
+    parser.add_argument("--lock", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--torch", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.torch:
-        time_torch(*json.loads(options.torch))
+        time_torch(options.op, json.loads(options.torch), options.lock)
         return
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch's process needs memory too
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # several processes share the GPU's memory
 
     from pallas_kernels import OPS, bench
-    from pallas_kernels._case import Peer
 
     if options.op not in OPS:
         parser.error(f"unknown operation {options.op!r}; known: {', '.join(OPS)}")
-    cases = importlib.import_module(f"pallas_kernels.{options.op}.cases")
-    known = {case.name: case for case in cases.CASES}
+    module = importlib.import_module(f"pallas_kernels.{options.op}.cases")
+    known = {case.name: case for case in (module.TINY if options.tiny else module.CASES)}
     if unknown := set(options.case) - set(known):
         parser.error(f"unknown cases {sorted(unknown)}; known: {', '.join(known)}")
-    of_tokamax = {"flash_attention": Peer(tokamax_attention)}
-    if options.op == "grouped_matmul":
-        of_tokamax["grouped_matmul"] = Peer(tokamax_ragged_dot, cases.swapped)
-    ours = {"flash_attention": ("mosaic_gpu", "cudnn"), "grouped_matmul": ("mosaic_gpu", "xla")}
-    peers = {} if options.op in of_tokamax else dict(cases.PEERS)
-    if options.op == "grouped_matmul":
-        peers["ragged_dot"] = cases.PEERS["ragged_dot"]  # without the one that takes E times the work and memory
-    if options.op in of_tokamax and importlib.util.find_spec("tokamax") is not None:
-        peers["tokamax"] = of_tokamax[options.op]
-    elif options.op in of_tokamax:
-        print("tokamax is not installed and not timed", file=sys.stderr)
-    rate = functools.cache(copy_rate)
+    if options.lock:
+        time_case(options.op, known[options.case[0]], module, options.lock)
+        return
+    names, tiny = options.case or list(known), ["--tiny"] * options.tiny
     out = options.out or Path("scripts/results") / f"{options.op}.jsonl"
-    for name in options.case or known:
-        case = known[name]
-        measured = {"copy": rate()} if (case.metric or cases.METRIC) == "gbps" else {}
-        measured |= {} if case.function else torch_metrics(options.op, case, *bench.build(case))
-        timed: dict[str, Any] = {"implementations": ours[options.op]} if options.op in ours else {}
-        for line in bench.measure(options.op, case, cases, peers=peers, measured=measured, **timed):
-            text = json.dumps(line)
-            print(text, flush=True)
-            with out.open("a") as file:
-                file.write(text + "\n")
+    with tempfile.NamedTemporaryFile() as lock, ThreadPoolExecutor(options.processes + 1) as pool:
+        file = Path(lock.name)
+        torch = pool.submit(torch_rates, options.op, [known[name] for name in names], file)
+        timed = [pool.submit(run_case, options.op, name, file, options.seconds, tiny) for name in names]
+        for name, future in zip(names, timed, strict=True):
+            if not (told := future.result()):
+                continue
+            results = (torch.result().get(name, {}) if not torch.exception() else {}) | told["results"]
+            for line in bench.lines(options.op, known[name], results, OURS.get(options.op), told["device"]):
+                text = json.dumps(line)
+                print(text, flush=True)
+                with out.open("a") as target:
+                    target.write(text + "\n")
 
 
 if __name__ == "__main__":

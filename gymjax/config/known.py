@@ -120,6 +120,7 @@ UNSUPPORTED: dict[str, str] = {
     "use_adam_mini": _OPTIM,
     "optim_args": _OPTIM,
     "optim_target_modules": _OPTIM,
+    "full_determinism": "start with XLA_FLAGS=--xla_gpu_deterministic_ops=true, which attention's kernels follow too",
     "use_mca": "remove it",
     "use_dft_loss": "the loss is cross-entropy",
     "use_asft_loss": "the loss is cross-entropy",

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import Implementation, _dispatch
+from pallas_kernels import Implementation, _dispatch, _platform
 from pallas_kernels.flash_attention import cudnn, mosaic_gpu, reference
 from pallas_kernels.flash_attention.bounds import number_documents
 
-SHORT = 2048  # tokens of a row, up to which our kernels come before cuDNN's
+SHORT = 512  # tokens of a row, up to which cuDNN comes first: our kernels were not timed there
 
 
 def flash_attention(
@@ -26,7 +26,7 @@ def flash_attention(
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Float[Array, " N"] | None = None,
-    deterministic: bool = True,
+    deterministic: bool | None = None,
     return_lse: bool = False,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
@@ -50,12 +50,14 @@ def flash_attention(
         scale: factor on the scores; None for 1/sqrt(H).
         softcap: bound on the scores, in their unit; None for no bound.
         sinks: score of each head's sink, in the unit of the scaled scores, any float dtype; not bounded by softcap.
-        deterministic: whether mosaic_gpu's backward must give the same bits in every run; without, widths 64 and 128
-            form their gradients in one pass with fewer products. cuDNN's backward never promises it.
+        deterministic: whether mosaic_gpu's backward must give the same bits in every run. Without, widths 64 and 128
+            form their gradients in one pass with fewer products, 1.2 times as fast on an H200, and
+            dq is added up in an order that varies. None: as --xla_gpu_deterministic_ops in XLA_FLAGS says, off where
+            it says nothing. cuDNN's backward never promises it.
         return_lse: whether to return the logarithm of each softmax's denominator too, f32, -inf where there is nothing
             to see; by it, results over parts of the keys can be joined. It may be differentiated.
         implementation: "mosaic_gpu", "cudnn", "xla", or None: the first that accepts the arguments on this device, in
-            this order on packed rows, with cuDNN first on others.
+            this order; in rows of at most SHORT tokens without segments cuDNN comes first.
 
     Returns:
         The attended values, in q's shape and dtype; with return_lse (values, lse).
@@ -81,6 +83,7 @@ def flash_attention(
         return cudnn.forward(q, k, v, **options)
     options |= {"softcap": softcap, "sinks": sinks}
     if name == "mosaic_gpu":
+        deterministic = _platform.deterministic() if deterministic is None else deterministic
         out, lse = mosaic_gpu.forward(q, k, v, **options, deterministic=deterministic)
     else:
         kv_segment_ids = segment_ids if kv_segment_ids is None else kv_segment_ids
@@ -121,9 +124,8 @@ def _refusals(
     shared = {"own_ids": own_ids, "scale": scale, "softcap": softcap}
     ours = mosaic_gpu.refuses(q, k, **shared)
     nvidias = cudnn.refuses(q, k, causal=causal, sinks=sinks, lse=lse, **shared)
-    # Packed, cuDNN's mask would be T * T. In short rows of wide heads the two take the same time alone, but
-    # rematerialisation can keep what our backward pass needs of the forward pass; cuDNN's forward is run again.
-    if packed or (q.shape[1] <= SHORT and q.shape[3] == 128):
+    # Packed, cuDNN's mask would be T * T. Of ours, rematerialisation can keep what the backward pass needs.
+    if packed or q.shape[1] > SHORT:
         return {"mosaic_gpu": ours, "cudnn": nvidias, "xla": None}
     return {"cudnn": nvidias, "mosaic_gpu": ours, "xla": None}
 

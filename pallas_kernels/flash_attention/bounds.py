@@ -106,6 +106,14 @@ def query_tiles(lo: Array, hi: Array, keys: int, block_q: int, block_kv: int) ->
     return jax.vmap(of_row)(lo, hi)
 
 
+def at_least_one(ranges: Int[Array, "B Q 4"], tiles: int) -> Int[Array, "B Q 4"]:
+    """Ranges in which every tile of queries visits one of the `tiles` of keys, if need be one that it does not see."""
+    begin = jnp.minimum(ranges[..., 0], tiles - 1)
+    end = jnp.maximum(ranges[..., 3], begin + 1)
+    clear = (jnp.clip(ranges[..., i], begin, end) for i in (1, 2))
+    return jnp.stack([begin, *clear, end], axis=-1)
+
+
 def longest_first(ranges: Int[Array, "B Q 4"], batch: int) -> Int[Array, " BQ"]:
     """Every tile of every row as row * Q + tile, those with most to visit first; `ranges` may serve all rows."""
     visits = jnp.broadcast_to(ranges[..., 3] - ranges[..., 0], (batch, ranges.shape[1]))

@@ -56,24 +56,24 @@ TINY = (
 CASES = (
     _case("B4-S2048-N32-K8-D128-causal", 4, 2048, 32, 8, 128),
     _case("B4-S4096-N32-K8-D128-causal", 4, 4096, 32, 8, 128),
-    _case("B4-S4096-N32-K8-D128-causal-fused", 4, 4096, 32, 8, 128, deterministic=False),
+    _case("B4-S4096-N32-K8-D128-causal-pair", 4, 4096, 32, 8, 128, deterministic=True),
     _case("B4-S4096-N32-K8-D128-causal-cap30", 4, 4096, 32, 8, 128, softcap=30.0),
     _case("B4-S4096-N32-K8-D128-full", 4, 4096, 32, 8, 128, causal=False),
     _case("B4-S4096-N32-K8-D128-causal-W1024", 4, 4096, 32, 8, 128, window=1024),
     _case("B2-S4096-N32-K8-D128-causal-docs8", 2, 4096, 32, 8, 128, documents=8),
     _case("B4-S4096-N32-K8-D64-causal", 4, 4096, 32, 8, 64),
-    _case("B4-S4096-N32-K8-D64-causal-fused", 4, 4096, 32, 8, 64, deterministic=False),
+    _case("B4-S4096-N32-K8-D64-causal-pair", 4, 4096, 32, 8, 64, deterministic=True),
     _case("B2-S4096-N32-K8-D256-causal", 2, 4096, 32, 8, 256),
     _case("B1-S16384-N32-K8-D128-causal", 1, 16384, 32, 8, 128),
-    _case("B1-S16384-N32-K8-D128-causal-fused", 1, 16384, 32, 8, 128, deterministic=False),
+    _case("B1-S16384-N32-K8-D128-causal-pair", 1, 16384, 32, 8, 128, deterministic=True),
     _case("B16-S2048-N32-K8-D128-causal", 16, 2048, 32, 8, 128),
-    _case("B16-S2048-N32-K8-D128-causal-fused", 16, 2048, 32, 8, 128, deterministic=False),
+    _case("B16-S2048-N32-K8-D128-causal-pair", 16, 2048, 32, 8, 128, deterministic=True),
     _case("B1-S32768-N32-K8-D128-causal", 1, 32768, 32, 8, 128),
     _case("B1-S32768-N32-K8-D128-causal-W4096", 1, 32768, 32, 8, 128, window=4096),
     _case("B12-S4096-N32-K8-D128-causal", 12, 4096, 32, 8, 128),
     _case("B1-S49152-N32-K8-D128-causal-docs12", 1, 49152, 32, 8, 128, documents=12),
     _case("B1-S65536-N32-K8-D128-causal-docs12", 1, 65536, 32, 8, 128, documents=12),
-    _case("B1-S65536-N32-K8-D128-causal-docs12-fused", 1, 65536, 32, 8, 128, documents=12, deterministic=False),
+    _case("B1-S65536-N32-K8-D128-causal-docs12-pair", 1, 65536, 32, 8, 128, documents=12, deterministic=True),
     _case("B1-S131072-N32-K8-D128-causal", 1, 131072, 32, 8, 128),
 )
 
@@ -87,7 +87,7 @@ def _naive(
     window: int | None,
     segment_ids: Array | None,
     softcap: float | None = None,
-    deterministic: bool = True,
+    deterministic: bool | None = None,
 ) -> Array:
     """Repeat k and v to the query heads and take the softmax of the whole score matrix."""
     del deterministic  # it always is

@@ -10,14 +10,17 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import _platform
 from pallas_kernels.flash_attention.bounds import pad_bounds, row_bounds
-from pallas_kernels.flash_attention.mosaic_gpu_backward import BackwardTiles, backward_dkv, backward_dq
+from pallas_kernels.flash_attention.mosaic_gpu_dkv import DkvTiles, backward_dkv
+from pallas_kernels.flash_attention.mosaic_gpu_dq import DqTiles, backward_dq
 from pallas_kernels.flash_attention.mosaic_gpu_forward import ForwardTiles, forward_tiles
-from pallas_kernels.flash_attention.mosaic_gpu_fused import backward_fused
+from pallas_kernels.flash_attention.mosaic_gpu_forward_ahead import forward_ahead
+from pallas_kernels.flash_attention.mosaic_gpu_fused import FusedTiles, backward_fused
 from pallas_kernels.flash_attention.mosaic_gpu_splitting import split_work
 from pallas_kernels.flash_attention.mosaic_gpu_tiles import LOG2E, Scores
 
 WIDTHS = (64, 96, 128, 256)
 FUSED_WIDTHS = (64, 128)  # of the fused backward: others have no tile that fits registers and swizzles
+AHEAD_WIDTHS = (96, 128)  # of the forward that scores a tile ahead: 64 is slower by it, 256 has no registers for it
 MULTIPLE = 128  # every tile size below divides it
 
 # Names of what the backward needs, for rematerialisation policies that keep it.
@@ -59,7 +62,7 @@ class Form:
     """
 
     scores: Scores
-    deterministic: bool = True
+    deterministic: bool = False
     staged: bool = False
 
 
@@ -74,12 +77,12 @@ def forward(
     scale: float,
     softcap: float | None = None,
     sinks: Float[Array, " N"] | None = None,
-    deterministic: bool = True,
+    deterministic: bool = False,
     staged: bool = False,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
     """Attend; returns (out, lse), differentiable in both. Memory grows with T: masks are two integers a row.
 
-    `deterministic` and `staged` are Form's; the fused backward has FUSED_WIDTHS only.
+    `deterministic` and `staged` are Form's; other widths than FUSED_WIDTHS are deterministic always.
     """
     tokens, keys = q.shape[1], k.shape[1]
     lo, hi = row_bounds(tokens, keys, causal=causal, window=window, segment_ids=segment_ids)
@@ -106,7 +109,8 @@ def _attend_fwd(q, k, v, lo, hi, sinks, form: Form):
     tiles = ForwardTiles(block_kv=64, items=1) if q.shape[-1] > 128 else ForwardTiles()
     if form.staged:  # few blocks, so that the interpreter meets one with several items
         tiles = dataclasses.replace(tiles, staged=True, blocks=2)
-    kernel = functools.partial(forward_tiles, scores=form.scores, tiles=tiles)
+    run = forward_ahead if q.shape[-1] in AHEAD_WIDTHS else forward_tiles
+    kernel = functools.partial(run, scores=form.scores, tiles=tiles)
     spec = "BTNH,BSKH,BSKH,BT,BT" + ("" if sinks is None else ",N") + "->BTNH,BNT"
     out, lse = split_work(kernel, spec, q, k, v, lo, hi, *([] if sinks is None else [sinks]))
     out, lse = checkpoint_name(out, OUT_NAME), checkpoint_name(lse, LSE_NAME)
@@ -129,11 +133,11 @@ def _attend_bwd(form: Form, residuals, cotangents):
 def _backward(form: Form, *inputs):
     width = inputs[0].shape[-1]
     if not form.deterministic:
-        tiles = BackwardTiles(stream=128 if width == 64 else 64, staged=form.staged)
+        tiles = FusedTiles(stream=128 if width == 64 else 64, staged=form.staged)
         return backward_fused(*inputs, scores=form.scores, tiles=tiles)
-    tiles = BackwardTiles(split_width=width > 128, staged=form.staged)
+    tiles = DkvTiles(split_width=width > 128, staged=form.staged)
     dk, dv = backward_dkv(*inputs, scores=form.scores, tiles=tiles)
-    tiles = BackwardTiles(stages=1 if width > 128 else 2, staged=form.staged)
+    tiles = DqTiles(stages=1 if width > 128 else 2, staged=form.staged)
     return backward_dq(*inputs, scores=form.scores, tiles=tiles), dk, dv
 
 

@@ -3,7 +3,8 @@
 An item of work is 2 * block_q queries of one head. The memory warpgroup streams tiles of K and V through a ring of
 `stages` shared-memory slots; each compute warpgroup multiplies its block_q queries with every tile (scores in
 registers), keeps the running maximum and sum of a base-2 softmax, and accumulates P @ V. The two take turns on the
-tensor cores: while one exponentiates, the other multiplies (FlashAttention-3, arXiv 2407.08608, section 3.1).
+tensor cores: while one exponentiates, the other multiplies (FlashAttention-3, arXiv 2407.08608, section 3.1). One adds
+its weighted values once the other has left word that its next scores are begun.
 
 There are as many blocks as the GPU runs at a time; each does every `blocks`-th item, longest first, and loads the next
 item's tiles while it finishes this one's.
@@ -35,7 +36,6 @@ class ForwardTiles:
         stages: slots of the ring.
         items: slots for items of queries: with 2 the next item's are loaded while one is at work.
         blocks: that share the work; None for as many as the GPU has multiprocessors.
-        take_turns: whether the compute warpgroups alternate on the tensor cores.
         staged: whether weights go through shared memory, which is what the interpreter can run.
     """
 
@@ -44,7 +44,6 @@ class ForwardTiles:
     stages: int = 2
     items: int = 2
     blocks: int | None = None
-    take_turns: bool = True
     staged: bool = False
 
 
@@ -93,17 +92,19 @@ def forward_tiles(q, k, v, lo, hi, sinks=None, *, scores: Scores, tiles: Forward
             span = tuple(ranges_ref[row * shared, q_tile, i] for i in range(4))
             return row, lax.rem(number, jnp.int32(heads)), q_tile * rows, lax.rem(n, jnp.int32(q_slots)), span
 
-        def take_turn():
-            if tiles.take_turns:
-                plgpu.barrier_arrive(turn)
-                plgpu.barrier_wait(turn)
+        def leave_word():
+            """Tells the other that this one's scores are begun."""
+            plgpu.barrier_arrive(turn.at[1 - warpgroup])
+
+        def await_word():
+            plgpu.barrier_wait(turn.at[warpgroup])
 
         @pl.when(warpgroup < WARPGROUPS)
         def _compute():
             plgpu.set_max_registers(232, action="increase")
             of_row = plgpu.Layout.WGMMA.reduce(1)
             rows_of_mine = pl.ds(warpgroup * block_q, block_q)
-            pl.when(warpgroup == 1)(take_turn)
+            pl.when(warpgroup == 1)(await_word)
 
             def attend(n, visited):
                 row, head, first, q_slot, span = item(n)
@@ -123,7 +124,7 @@ def forward_tiles(q, k, v, lo, hi, sinks=None, *, scores: Scores, tiles: Forward
 
                     def multiply(acc_ref):
                         plgpu.wgmma(acc_ref, my_q, k_smem.at[slot].transpose((1, 0)))
-                        take_turn()
+                        leave_word()
                         return acc_ref[...]
 
                     score = scores.squash(pl.run_scoped(multiply, plgpu.ACC((block_q, block_kv), jnp.float32)))
@@ -141,11 +142,8 @@ def forward_tiles(q, k, v, lo, hi, sinks=None, *, scores: Scores, tiles: Forward
                     total = total * shrink + weight.sum(axis=1)
                     weight16 = weight.astype(q.dtype)
                     acc, total, new_top, weight16 = lax.optimization_barrier((acc, total, new_top, weight16))
-                    if tiles.take_turns:
-                        plgpu.barrier_arrive(turn)
                     plgpu.barrier_wait(v_ready.at[slot])
-                    if tiles.take_turns:
-                        plgpu.barrier_wait(turn)
+                    await_word()
 
                     staging = None if weight_smem is None else weight_smem.at[warpgroup]
                     (acc,) = accumulate((acc,), staging, lambda add: add(weight16, v_smem.at[slot]))
@@ -167,7 +165,7 @@ def forward_tiles(q, k, v, lo, hi, sinks=None, *, scores: Scores, tiles: Forward
                 return visited + visits
 
             lax.fori_loop(0, mine, attend, jnp.int32(0))
-            pl.when(warpgroup == 0)(take_turn)
+            pl.when(warpgroup == 0)(leave_word)
             plgpu.wait_smem_to_gmem(0)
 
         @pl.when(warpgroup == WARPGROUPS)
@@ -221,7 +219,7 @@ def forward_tiles(q, k, v, lo, hi, sinks=None, *, scores: Scores, tiles: Forward
                 plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=q_slots),
                 *(plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages),) * 2,
             ),
-            plgpu.Barrier(num_arrivals=WARPGROUPS),
+            plgpu.Barrier(num_barriers=WARPGROUPS),
         ),
         *(q, k, v, lo, hi, ranges, work),
         *([] if sinks is None else [sinks * LOG2E]),

@@ -51,6 +51,26 @@ def index_along(axis: int, first, shape: tuple[int, int]):
     return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA) + first
 
 
+def anew(index):
+    """The index, such that the compiler forms what depends on it where it is used.
+
+    Otherwise it forms the addresses of all operands once, before a loop, and keeps more of them than registers hold.
+    """
+    return lax.optimization_barrier(jnp.int32(index))
+
+
+def add(sum_ref, a, b, staging) -> None:
+    """Begins `sum_ref += a @ b` for an accumulator, a in registers and b in shared memory.
+
+    The interpreter has no products from registers: there a goes through `staging`, a tile in shared memory.
+    """
+    if staging is not None:
+        staging[...] = a
+        plgpu.commit_smem()
+        a = staging
+    plgpu.wgmma(sum_ref, a, b)
+
+
 def accumulate(sums, staging, products):
     """Calls `products(add_0, add_1, ...)`, where `add_i(a, b)` adds a @ b to the i-th sum; returns the sums.
 
@@ -78,6 +98,36 @@ def accumulate(sums, staging, products):
 
     products(*(lambda a, b, i=i: add(i, a, b) for i in range(len(sums))))
     return tuple(sums)
+
+
+def two_products(first, second, shape: tuple[int, int]):
+    """`a @ b` of two pairs of shared-memory tiles, in flight together so that they wait once."""
+
+    def multiply(first_ref, second_ref):
+        plgpu.wgmma(first_ref, *first)
+        plgpu.wgmma(second_ref, *second)
+        return first_ref[...], second_ref[...]
+
+    return pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32))
+
+
+def weights_by_key(scores: Scores, product, lse, bounds, first_key):
+    """Weights of a tile of keys by queries, and what turns their gradient into that of `scale * product`.
+
+    Args:
+        scores: from products to scores.
+        product: of keys and queries.
+        lse: of the tile's queries, in shared memory.
+        bounds: their first and last keys, in shared memory; None where every query sees the whole tile.
+        first_key: of the tile.
+    """
+    score, shape = scores.squash(product), product.shape
+    weight = jnp.exp2(score * scores.factor - by_column(lse, shape))
+    if bounds is not None:
+        key = index_along(0, first_key, shape)
+        seen = (key >= by_column(bounds[0], shape)) & (key <= by_column(bounds[1], shape))
+        weight = jnp.where(seen, weight, 0.0)
+    return weight, scores.chain(weight, score)
 
 
 def visit(ranges, step, carry):

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import _platform
 from pallas_kernels.flash_attention import explain, flash_attention, mosaic_gpu
 from pallas_kernels.flash_attention.bounds import key_tiles, number_documents, query_tiles, row_bounds
 from pallas_kernels.flash_attention.reference import attention_mask
@@ -77,27 +78,30 @@ class Shape:
     softcap: float | None = None
     sinks: bool = False
     dtype: jnp.dtype = jnp.bfloat16
-    deterministic: bool = True
+    deterministic: bool = False
 
 
+# The fused backward runs at widths 64 and 128, the pair elsewhere and where asked for; the forward scores ahead at 96
+# and 128.
 CASES = {
-    "causal, grouped heads": Shape(256, heads=2, kv_heads=1),
-    "causal, odd length": Shape(130, width=128),
-    "one token": Shape(1),
+    "grouped heads, 3 tiles of keys": Shape(300, heads=2, kv_heads=1),
+    "one token": Shape(1, width=128),
+    "width 128, odd length": Shape(130, width=128),
     "full, more keys than a tile": Shape(100, keys=200, causal=False),
-    "causal, more keys than queries": Shape(70, keys=200),
+    "width 128, more keys than queries, window": Shape(70, keys=300, width=128, window=150),
     "window": Shape(200, window=37, dtype=jnp.float16),
-    "documents and padding": Shape(256, documents=(100, 3, 120), heads=2, kv_heads=1),
+    "width 128, documents and padding": Shape(256, width=128, documents=(100, 3, 120), heads=2, kv_heads=1),
     "documents and window": Shape(150, documents=(70, 60), window=20),
-    "width 96": Shape(130, width=96),
+    "width 96": Shape(130, width=96, documents=(70, 50), heads=2, kv_heads=1),
     "width 256, two tiles": Shape(130, width=256),
     "soft-cap, documents": Shape(140, softcap=2.0, documents=(70, 60), heads=2, kv_heads=1),
-    "sinks, padding": Shape(140, sinks=True, documents=(70, 60), heads=2, kv_heads=1),
-    "fused: grouped heads, 3 tiles of keys": Shape(300, heads=2, kv_heads=1, deterministic=False),
-    "fused: width 128, documents, padding": Shape(256, width=128, documents=(100, 3, 120), deterministic=False),
-    "fused: more keys than queries, window": Shape(70, keys=300, width=128, window=150, deterministic=False),
-    "fused: soft-cap and sinks": Shape(
-        140, width=128, softcap=2.0, sinks=True, heads=2, kv_heads=1, deterministic=False, dtype=jnp.float16
+    "width 128, soft-cap and sinks": Shape(
+        140, width=128, softcap=2.0, sinks=True, heads=2, kv_heads=1, dtype=jnp.float16
+    ),
+    "pair: grouped heads, causal": Shape(256, heads=2, kv_heads=1, deterministic=True),
+    "pair: more keys than queries": Shape(70, keys=200, deterministic=True),
+    "pair: documents, padding, soft-cap, sinks": Shape(
+        256, documents=(100, 3, 120), softcap=2.0, sinks=True, heads=2, kv_heads=1, deterministic=True
     ),
 }
 
@@ -214,15 +218,29 @@ def test_refusals(change, message):
         flash_attention(q, q, q, segment_ids=ids, kv_segment_ids=ids, implementation="mosaic_gpu")
 
 
-def test_hopper_picks_ours_for_packed_rows_and_short_wide_ones_and_cudnn_for_others(monkeypatch):
-    shapes = ((1, 256, 2, 64), (1, 256, 2, 128), (1, 4096, 2, 128))
-    q, wide, long = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
+@pytest.mark.parametrize("width", mosaic_gpu.WIDTHS)
+def test_hopper_picks_ours_for_packed_rows_and_long_ones_and_cudnn_for_short_ones(width, monkeypatch):
+    short, long = (jax.ShapeDtypeStruct((1, tokens, 2, width), jnp.bfloat16) for tokens in (512, 513))
     monkeypatch.setattr("pallas_kernels._platform.compute_capability", lambda: (9, 0))
-    assert explain(q, q, packed=True) == "flash_attention: mosaic_gpu"
-    assert explain(q, q) == explain(long, long) == "flash_attention: cudnn"
-    assert explain(wide, wide) == "flash_attention: mosaic_gpu"
+    assert explain(short, short, packed=True) == explain(long, long) == "flash_attention: mosaic_gpu"
+    assert explain(short, short) == "flash_attention: cudnn"
     monkeypatch.setattr("pallas_kernels._platform.compute_capability", lambda: (8, 0))
-    assert explain(q, q, packed=True).startswith("flash_attention: cudnn (mosaic_gpu refuses: it needs Hopper")
+    assert explain(long, long).startswith(f"flash_attention: {'xla' if width > 128 else 'cudnn'} (mosaic_gpu refuses: ")
+    assert "it needs Hopper" in explain(long, long)
+
+
+@pytest.mark.parametrize(
+    ("flags", "asked"),
+    [
+        ("", False),
+        ("--xla_dump_to=/tmp --xla_gpu_deterministic_ops=true", True),
+        ("--xla_gpu_deterministic_ops", True),
+        ("--xla_gpu_deterministic_ops=1 --xla_gpu_deterministic_ops=false", False),
+    ],
+)
+def test_determinism_follows_xlas_flag(flags, asked, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    assert _platform.deterministic() is asked
 
 
 @pytest.mark.parametrize(
