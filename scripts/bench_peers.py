@@ -73,11 +73,25 @@ def liger_rms_norm(shapes: list, static: dict[str, Any]) -> Calls:
     return {"liger": with_backward(lambda: LigerRMSNormFunction.apply(x, scale, static["eps"]), (x, scale))}
 
 
+def liger_add_rms_norm(shapes: list, static: dict[str, Any]) -> Calls:
+    """Liger's sum and normalisation; in_place off, so that each call has a fresh gradient."""
+    from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
+
+    x, added, scale = (normal(shape) for shape in shapes)
+
+    def both():
+        normed, total = LigerFusedAddRMSNormFunction.apply(x, added, scale, static["eps"], 0.0, "llama", False)
+        return total, normed
+
+    return {"liger": with_backward(both, (x, added))}
+
+
 def liger_rope(shapes: list, static: dict[str, Any]) -> Calls:
     """Liger's rotation of q and k, which has heads before tokens."""
     from liger_kernel.ops.rope import LigerRopeFunction
 
-    del static
+    if static.get("interleaved") or 2 * shapes[2][2] != shapes[0][3]:
+        return {}  # it turns whole heads in halves
     q, k = (normal((batch, heads, tokens, width)) for batch, tokens, heads, width in shapes[:2])
     cos, sin = (normal((shape[0], shape[1], 2 * shape[2])).detach() for shape in shapes[2:4])
     return {"liger": with_backward(lambda: LigerRopeFunction.apply(q, k, cos, sin), (q, k))}
@@ -113,6 +127,7 @@ def liger_loss(shapes: list, static: dict[str, Any]) -> Calls:
 TORCH_PEERS = {
     "flash_attention": torch_attention,
     "rms_norm": liger_rms_norm,
+    "add_rms_norm": liger_add_rms_norm,
     "rope": liger_rope,
     "swiglu": liger_swiglu,
     "linear_cross_entropy": liger_loss,
@@ -158,12 +173,14 @@ def time_torch(op: str, shapes: list, static: dict[str, Any]) -> None:
     print(json.dumps(found))
 
 
-def torch_metrics(op: str, case, args: tuple, arrays: dict[str, Any], static: dict[str, Any]) -> dict[str, dict]:
+def torch_metrics(
+    name: str, op: str, case, args: tuple, arrays: dict[str, Any], static: dict[str, Any]
+) -> dict[str, dict]:
     """Rates of torch's peers on a case, empty where there are none."""
-    if op not in TORCH_PEERS or importlib.util.find_spec("torch") is None:
+    if name not in TORCH_PEERS or importlib.util.find_spec("torch") is None:
         return {}
     shapes = [list(arg.shape) for arg in args if hasattr(arg, "shape")]
-    described = json.dumps([op, shapes, static | {"packed": bool(arrays)}])
+    described = json.dumps([name, shapes, static | {"packed": bool(arrays)}])
     done = subprocess.run([sys.executable, __file__, op, "--torch", described], capture_output=True, text=True)
     print(done.stderr[-500:], file=sys.stderr, end="")
     if done.returncode:
@@ -225,7 +242,7 @@ def main() -> None:
     for name in options.case or known:
         case = known[name]
         measured = {"copy": rate()} if (case.metric or cases.METRIC) == "gbps" else {}
-        measured |= {} if case.function else torch_metrics(options.op, case, *bench.build(case))
+        measured |= torch_metrics(case.function or options.op, options.op, case, *bench.build(case))
         timed: dict[str, Any] = {"implementations": ours[options.op]} if options.op in ours else {}
         for line in bench.measure(options.op, case, cases, peers=peers, measured=measured, **timed):
             text = json.dumps(line)

@@ -52,7 +52,9 @@ def compile_step(setting: Setting):
     graphdef, params, frozen = jax.eval_shape(make)
     optimizer = build(OptimConfig(learning_rate=1e-4, optim=setting.optim), 1000, params)
     state = jax.eval_shape(lambda params: init_state(params, optimizer, None), params)
-    settings = StepSettings(seed=0, max_grad_norm=1.0, attention=setting.attention, packed=False, fused_ops=setting.fused)
+    settings = StepSettings(
+        seed=0, max_grad_norm=1.0, attention=setting.attention, packed=False, fused_ops=setting.fused
+    )
     limit = device_memory_gib()
     cfg, rows, length = decoder_cfg(setting.shape), setting.rows, setting.length
     work = Workload(cfg, graphdef, state, frozen, settings, rows, length, 1, jnp.dtype(jnp.bfloat16))
