@@ -13,6 +13,7 @@ from pallas_kernels.nf4_linear import dense
 
 IGNORED = -100
 CHUNK_TOKENS = 2048  # about how many tokens' logits exist at a time
+GROUP_TOKENS = 2048  # about how many tokens' gradients by the logits do
 
 
 def sft_loss(
@@ -51,7 +52,7 @@ def sft_loss(
         frozen_head=frozen_head,
         reduction="sum",
         chunk_tokens=CHUNK_TOKENS,
-        group_tokens=CHUNK_TOKENS,
+        group_tokens=GROUP_TOKENS,
         ignore_index=IGNORED,
         scale=logit_scale,
         softcap=logit_softcap,
