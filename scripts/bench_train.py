@@ -2,6 +2,7 @@
 
 Usage: python scripts/bench_train.py [--shape llama3.1-8b] [--base nf4] [--remat full ...] [--batch 4x2048]
            [--finetune full --optim adamw_8bit] [--fused on off] [--peers hf-liger unsloth]
+       python scripts/bench_train.py ladder ...     what each kind of kernel adds, see bench_ladder.py
        python scripts/bench_train.py --only ...     (this process times gymjax alone and prints one line)
 
 With --fused on off the step is timed with and without enable_liger_kernel; the latter is the former's peer `unfused`.
@@ -187,6 +188,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def main(arguments: list[str]) -> int:
     """Times gymjax and the peers, appends lines."""
+    if arguments[:1] == ["ladder"]:
+        import bench_ladder
+
+        return bench_ladder.main(arguments[1:])
     options = parse(arguments)
     if options.only:
         setting = setting_of(options, options.batch[0], options.remat[0], fused=options.fused[0] == "on")

@@ -54,8 +54,9 @@ def compile_step(setting: Setting) -> tuple[Any, Plan]:
     graphdef, params, frozen = split_model(nnx.eval_shape(lambda: trained_model(setting)))
     optimizer = build(OptimConfig(learning_rate=1e-4, optim=setting.optim), 1000, params)
     state = jax.eval_shape(lambda params: init_state(params, optimizer, None), params)
-    chosen: Any = {"attention": setting.attention, "fused_ops": setting.fused}
-    settings = StepSettings(seed=0, max_grad_norm=1.0, packed=False, **chosen)
+    settings = StepSettings(
+        seed=0, max_grad_norm=1.0, attention=setting.attention, packed=False, fused_ops=setting.fused
+    )
     cfg, rows, length = decoder_cfg(setting.shape), setting.rows, setting.length
     work = Workload(cfg, graphdef, state, frozen, settings, rows, length, 1, jnp.dtype(jnp.bfloat16))
     plan = choose(work, setting.remat, H200_BYTES)
@@ -125,10 +126,8 @@ def main() -> None:
         "temporaries": analysis.temp_size_in_bytes,
     }
     parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in sizes.items())
-    print(
-        f"{setting.name}: {program_peak_gib(program):.2f} GiB ({parts}); "
-        f"compiled in {time.perf_counter() - started:.0f} s"
-    )
+    seconds = time.perf_counter() - started
+    print(f"{setting.name}: {program_peak_gib(program):.2f} GiB ({parts}); compiled in {seconds:.0f} s")
     print(*describe(plan), sep="\n")
     if options.passes:
         print(*passes(program.as_text()), sep="\n")

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import sys
 from pathlib import Path
+from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -93,6 +94,17 @@ SHAPES = {
         "rope_theta": 1000000.0,
         "rms_norm_eps": 1e-5,
     },
+    "smollm2-135m": {
+        "vocab_size": 49152,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "rope_theta": 100000.0,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+    },
     "tiny-moe": {
         "model_type": "olmoe",
         "vocab_size": 512,
@@ -136,7 +148,7 @@ class Setting:
     shape: str
     base: str
     finetune: str
-    optim: str
+    optim: Literal["adamw", "adamw_8bit"]
     remat: str
     rows: int
     length: int

@@ -87,6 +87,16 @@ def test_choose_says_why_and_what_is_usable() -> None:
     assert _dispatch.explain("op", {"cudnn": "no GPU"}) == "op: nothing (cudnn refuses: no GPU)"
 
 
+def test_operations_can_be_left_to_xla_for_a_while() -> None:
+    refusals = {"mosaic_gpu": None, "xla": None}
+    with _dispatch.left_to_xla("op"), _dispatch.left_to_xla("other"):
+        assert _dispatch.choose("op", None, refusals) == "xla"
+        assert _dispatch.choose("op", "mosaic_gpu", refusals) == "mosaic_gpu"  # who asks by name gets it
+        assert _dispatch.choose("third", None, refusals) == "mosaic_gpu"
+        assert _dispatch.explain("op", refusals) == "op: xla (left to XLA)"
+    assert _dispatch.choose("op", None, refusals) == "mosaic_gpu"
+
+
 def test_platform_names_the_device() -> None:
     assert _platform.why_not_gpu() == "it needs an NVIDIA GPU and the default device is cpu"
     assert _platform.compute_capability() is None
