@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -44,7 +42,7 @@ def sft_loss(
         head_VD = dense(head_VD, hidden_BTD.dtype)
         head_VD = jax.lax.stop_gradient(head_VD) if frozen_head else head_VD
         return jnp.sum(_plain_nll(hidden_BTD, head_VD, labels_BT, logit_scale, logit_softcap) * weights_BT)
-    loss: Any = linear_cross_entropy(
+    return linear_cross_entropy(
         hidden_BTD,
         head_VD,
         labels_BT,
@@ -57,7 +55,6 @@ def sft_loss(
         scale=logit_scale,
         softcap=logit_softcap,
     )
-    return loss
 
 
 def _plain_nll(hidden_BTD: Array, head_VD: Array, labels_BT: Array, scale: float, softcap: float | None) -> Array:
