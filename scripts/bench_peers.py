@@ -77,11 +77,25 @@ def liger_rms_norm(shapes: list, static: dict[str, Any]) -> Calls:
     return {"liger": with_backward(lambda: LigerRMSNormFunction.apply(x, scale, static["eps"]), (x, scale))}
 
 
+def liger_add_rms_norm(shapes: list, static: dict[str, Any]) -> Calls:
+    """Liger's sum and normalisation; in_place off, so that each call has a fresh gradient."""
+    from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
+
+    x, added, scale = (normal(shape) for shape in shapes)
+
+    def both():
+        normed, total = LigerFusedAddRMSNormFunction.apply(x, added, scale, static["eps"], 0.0, "llama", False)
+        return total, normed
+
+    return {"liger": with_backward(both, (x, added))}
+
+
 def liger_rope(shapes: list, static: dict[str, Any]) -> Calls:
     """Liger's rotation of q and k, which has heads before tokens."""
     from liger_kernel.ops.rope import LigerRopeFunction
 
-    del static
+    if static.get("interleaved") or 2 * shapes[2][2] != shapes[0][3]:
+        return {}  # it turns whole heads in halves
     q, k = (normal((batch, heads, tokens, width)) for batch, tokens, heads, width in shapes[:2])
     cos, sin = (normal((shape[0], shape[1], 2 * shape[2])).detach() for shape in shapes[2:4])
     return {"liger": with_backward(lambda: LigerRopeFunction.apply(q, k, cos, sin), (q, k))}
@@ -117,6 +131,7 @@ def liger_loss(shapes: list, static: dict[str, Any]) -> Calls:
 TORCH_PEERS = {
     "flash_attention": torch_attention,
     "rms_norm": liger_rms_norm,
+    "add_rms_norm": liger_add_rms_norm,
     "rope": liger_rope,
     "swiglu": liger_swiglu,
     "linear_cross_entropy": liger_loss,
@@ -152,10 +167,10 @@ def time_torch(op: str, described: list, lock: Path) -> None:
 
     timing: dict[str, Any] = {"warmup": 50, "rep": 200, "return_mode": "median"}
     found: dict[str, dict[str, list[float]]] = {}
-    for name, shapes, static in described:
+    for name, function, shapes, static in described:
         with holding(lock):
             try:
-                for peer, (forward, both) in TORCH_PEERS[op](shapes, static).items():
+                for peer, (forward, both) in TORCH_PEERS[function](shapes, static).items():
                     with torch.no_grad():
                         alone = do_bench(forward, **timing)
                     found.setdefault(name, {})[peer] = [alone, do_bench(both, **timing)]
@@ -170,13 +185,14 @@ def torch_rates(op: str, cases: list, lock: Path) -> dict[str, dict[str, dict[st
     """Rates of torch's peers by case, from a process that times them all; empty where there are none."""
     from pallas_kernels import bench
 
-    if op not in TORCH_PEERS or importlib.util.find_spec("torch") is None:
+    known = {case.name: case for case in cases if (case.function or op) in TORCH_PEERS}
+    if not known or importlib.util.find_spec("torch") is None:
         return {}
-    described, known = [], {case.name: case for case in cases if not case.function}
+    described = []
     for case in known.values():
         args, arrays, static = bench.shapes_of(case)
         shapes = [list(arg.shape) for arg in args if hasattr(arg, "shape")]
-        described.append([case.name, shapes, static | {"packed": bool(arrays)}])
+        described.append([case.name, case.function or op, shapes, static | {"packed": bool(arrays)}])
     command = [sys.executable, __file__, op, "--lock", str(lock), "--torch", json.dumps(described)]
     done = subprocess.run(command, capture_output=True, text=True)
     print(done.stderr[-500:], file=sys.stderr, end="")

@@ -188,6 +188,7 @@ def norm_kernels():
         scale, rrms = jax.ShapeDtypeStruct((width,), dtype), jax.ShapeDtypeStruct((8192, 1), jnp.float32)
         name = f"norm-D{width}{'' if dtype == jnp.bfloat16 else '-f32-scale'}"
         yield [f"{name}-forward"], lambda x, scale: norm.forward(x, scale, 1e-6, 64), (x, scale), 0
+        yield [f"{name}-added"], lambda x, scale: norm.forward_added(x, x, scale, 1e-6, 64), (x, scale), 0
         yield [f"{name}-dx"], norm.backward, (x, scale, rrms, x), 0
         yield [f"{name}-dx-residual"], norm.backward, (x, scale, rrms, x, x), 0
 

@@ -1,6 +1,9 @@
-"""Writes README's pictures and table of measured numbers from scripts/results/, the newest line of each measurement.
+"""Writes the tables of measured numbers from scripts/results/, the newest line of each measurement.
 
-Usage: python scripts/results_table.py [--check]     (--check: only say whether README is up to date)
+Usage: python scripts/results_table.py [--check]     (--check: only say whether they are up to date)
+
+README gets the pictures and who wins where: each case beside the best of its peers. scripts/results/RESULTS.md gets
+every line that tells something.
 """
 
 import json
@@ -9,6 +12,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- results: written by scripts/results_table.py -->", "<!-- end of results -->"
+PAGE = "scripts/results/RESULTS.md"
+BY_ITSELF = ("compile_s", "mfu", "plan_gib")
 OURS, PLAIN = ("gymjax", "mosaic_gpu", "jax_triton"), ("naive", "xla")
 CASE = ("bench", "case", "metric")
 KEYS = ("bench", "case", "implementation", "metric", "peer", "device")
@@ -68,6 +73,33 @@ def table(rows: list[dict]) -> str:
     return "\n".join([*lines, "", "A ratio above 1 is better than the peer, timed in the same run."])
 
 
+def wins(rows: list[dict]) -> str:
+    """Return a table of each case beside the best of the peers timed with it; "xla" is ours where no other is.
+
+    `copy`, the rate at which the run read and wrote memory, is no peer but a roof.
+    """
+    ours = {row["bench"] for row in rows if row["implementation"] in OURS}
+    groups: dict[tuple[str, ...], list[dict]] = {}
+    for row in rows:
+        mine = row["implementation"] in OURS or (row["bench"] not in ours and row["implementation"] == "xla")
+        if mine and row["ratio"] is not None and row["metric"] not in BY_ITSELF:
+            groups.setdefault(tuple(str(row[name]) for name in (*CASE, "implementation")), []).append(row)
+    lines = ["| bench | case | metric | ours | best other | | ratio | of copy |", "|" + "---|" * 8]
+    for (bench, case, metric, name), found in sorted(groups.items()):
+        newest = max(str(row["time"]) for row in found)
+        copies = [row for row in found if row["peer"] == "copy"]
+        peers = [row for row in found if row["peer"] != "copy"]
+        if not peers:
+            continue
+        best = min(peers, key=lambda row: row["ratio"])
+        share = f"{copies[0]['ratio']:.0%}" if copies and str(copies[0]["time"])[:10] == newest[:10] else ""
+        texts = (bench, case, metric, f"{cell(best['value'])} ({name})", cell(best["peer_value"]), best["peer"])
+        lines.append("| " + " | ".join((*texts, f"{best['ratio']:.3g}", share)) + " |")
+    if len(lines) == 2:
+        return "No measurement has been recorded yet."
+    return "\n".join([*lines, "", "A ratio above 1 is better than the best other, timed in the same run."])
+
+
 def pictures(folder: Path, where: str) -> str:
     """Return the pictures that there are as Markdown, each with what it shows below it."""
     there = {name: text for name, text in PICTURES.items() if (folder / name).exists()}
@@ -80,16 +112,16 @@ def main() -> int:
     before, _, rest = old.partition(BEGIN)
     _, _, after = rest.partition(END)
     folder = ROOT / "scripts" / "results"
-    shown = pictures(folder, "scripts/results") + table(telling(read_lines(folder)))
-    new = f"{before}{BEGIN}\n{shown}\n{END}{after}"
+    lines = read_lines(folder)
+    new = f"{before}{BEGIN}\n{pictures(folder, 'scripts/results')}{wins(lines)}\n{END}{after}"
+    page = f"# Every measurement\n\nWritten by scripts/results_table.py.\n\n{table(telling(lines))}\n"
+    files = {readme: new, ROOT / PAGE: page}
     if "--check" in sys.argv[1:]:
-        print(
-            "README.md is up to date"
-            if new == old
-            else "README.md is not up to date: run python scripts/results_table.py"
-        )
-        return int(new != old)
-    readme.write_text(new)
+        stale = [path.name for path, text in files.items() if not path.exists() or path.read_text() != text]
+        print(f"{' and '.join(stale)} not up to date: run python scripts/results_table.py" if stale else "up to date")
+        return int(bool(stale))
+    for path, text in files.items():
+        path.write_text(text)
     return 0
 
 

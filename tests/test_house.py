@@ -130,6 +130,18 @@ def test_results_table_shows_the_newest_line_of_each_measurement(tmp_path):
     assert newest["time"] == "2"
     assert "| train |  |  | tok_s | 12,346 | hf |" in results_table.table([newest])
     assert "No measurement" in results_table.table([])
+    assert "No measurement" in results_table.wins([])
+    shared = row | {
+        "bench": "rope",
+        "case": "c",
+        "implementation": "xla",
+        "metric": "gbps",
+        "value": 3000.0,
+        "time": "1",
+    }
+    peers = {"naive": 1.2, "liger": 1.1, "copy": 0.9}
+    text = results_table.wins([shared | {"peer": name, "peer_value": 1.0, "ratio": r} for name, r in peers.items()])
+    assert text.splitlines()[2] == "| rope | c | gbps | 3,000 (xla) | 1 | liger | 1.1 | 90% |"
 
 
 def test_recorded_lines_are_whole():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -13,6 +11,7 @@ from pallas_kernels.nf4_linear import dense
 
 IGNORED = -100
 CHUNK_TOKENS = 2048  # about how many tokens' logits exist at a time
+GROUP_TOKENS = 2048  # about how many tokens' gradients by the logits do
 
 
 def sft_loss(
@@ -43,7 +42,7 @@ def sft_loss(
         head_VD = dense(head_VD, hidden_BTD.dtype)
         head_VD = jax.lax.stop_gradient(head_VD) if frozen_head else head_VD
         return jnp.sum(_plain_nll(hidden_BTD, head_VD, labels_BT, logit_scale, logit_softcap) * weights_BT)
-    loss: Any = linear_cross_entropy(
+    return linear_cross_entropy(
         hidden_BTD,
         head_VD,
         labels_BT,
@@ -51,12 +50,11 @@ def sft_loss(
         frozen_head=frozen_head,
         reduction="sum",
         chunk_tokens=CHUNK_TOKENS,
-        group_tokens=CHUNK_TOKENS,
+        group_tokens=GROUP_TOKENS,
         ignore_index=IGNORED,
         scale=logit_scale,
         softcap=logit_softcap,
     )
-    return loss
 
 
 def _plain_nll(hidden_BTD: Array, head_VD: Array, labels_BT: Array, scale: float, softcap: float | None) -> Array:

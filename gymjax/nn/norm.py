@@ -21,7 +21,7 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "*B D"], *, fused_ops: bool = True) -> Float[Array, "*B D"]:
         """Normalises in f32 and returns x.dtype; `fused_ops` as in `layer_ops`."""
-        return layer_ops(fused_ops).rms_norm(x, self._scale(), eps=self.eps)
+        return layer_ops(fused_ops).rms_norm(x, self.scale.get_value(), eps=self.eps, offset=self.offset)
 
     def branch(
         self, x: Float[Array, "*B D"], room: int = 0, *, fused_ops: bool = True
@@ -30,8 +30,6 @@ class RMSNorm(nnx.Module):
 
         `room` columns are left behind the second by the kernel (`fused_ops`, see `layer_ops`), none without it.
         """
-        return layer_ops(fused_ops).rms_norm_residual(x, self._scale(), eps=self.eps, room=room)
-
-    def _scale(self) -> Float[Array, " D"]:
-        scale = self.scale.get_value()
-        return scale.astype(jnp.float32) + self.offset if self.offset else scale
+        return layer_ops(fused_ops).rms_norm_residual(
+            x, self.scale.get_value(), eps=self.eps, offset=self.offset, room=room
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,15 +30,17 @@ def layer_ops(fused_ops: bool) -> LayerOps:
     return _FUSED if fused_ops else _PLAIN
 
 
-def _rms_norm(x: Float[Array, "*B D"], scale: Float[Array, " D"], *, eps: float, room: int = 0) -> Array:
+def _rms_norm(
+    x: Float[Array, "*B D"], scale: Float[Array, " D"], *, eps: float, offset: float = 0.0, room: int = 0
+) -> Array:
     del room  # nobody joins anything behind
     wide = x.astype(jnp.float32)
     normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return (normed * scale.astype(jnp.float32)).astype(x.dtype)
+    return (normed * (scale.astype(jnp.float32) + offset)).astype(x.dtype)
 
 
-def _rms_norm_residual(x: Array, scale: Array, *, eps: float, room: int = 0) -> tuple[Array, Array]:
-    return x, _rms_norm(x, scale, eps=eps, room=room)
+def _rms_norm_residual(x: Array, scale: Array, **options: Any) -> tuple[Array, Array]:
+    return x, _rms_norm(x, scale, **options)
 
 
 def _rope(q: Array, k: Array, cos: Array, sin: Array) -> tuple[Array, Array]:

@@ -6,8 +6,10 @@ Frequencies are rounded to f32 at the same places as in transformers, so that an
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
@@ -157,8 +159,7 @@ def rope_tables(
     if rope.by_length and lengths_BT is None:
         raise ValueError("rope: angles that depend on the length of a document need lengths_BT, is None")
     frequency = inverse_frequencies(rope, head_dim) if lengths_BT is None else _by_length(rope, head_dim, lengths_BT)
-    angle_BTH = positions_BT.astype(jnp.float32)[..., None] * frequency
-    cos_BTH, sin_BTH = jnp.cos(angle_BTH), jnp.sin(angle_BTH)
+    cos_BTH, sin_BTH = _turn(positions_BT[..., None], jnp.asarray(frequency))
     factor = rope.attention_factor
     return (cos_BTH, sin_BTH) if factor == 1 else (cos_BTH * factor, sin_BTH * factor)
 
@@ -174,6 +175,24 @@ def document_lengths(positions_BT: Int[Array, "B T"], segment_ids_BT: Int[Array,
         return jnp.broadcast_to(jnp.max(positions_BT, axis=1, keepdims=True) + 1, positions_BT.shape)
     _, last_BT = document_ends(segment_ids_BT)
     return jnp.take_along_axis(positions_BT, last_BT, axis=1) + 1
+
+
+def _turn(position: Int[Array, "B T 1"], frequency: Float[Array, "*BT R2"]) -> tuple[Array, Array]:
+    """cos and sin of position * frequency, right to 1e-6 at positions below 2**24.
+
+    The product rounded to f32 alone is off by 0.004 at position 131,071. Products of halves of 12 bits each are exact
+    (T. J. Dekker, Numerische Mathematik 18, 1971, section 4), and what an angle is the sum of turns one after another.
+    """
+    low = position.astype(jnp.int32) % 4096
+    high = position.astype(jnp.int32) - low
+    bits = jax.lax.bitcast_convert_type(frequency.astype(jnp.float32), jnp.uint32)
+    coarse = jax.lax.bitcast_convert_type(bits & jnp.uint32(0xFFFFF000), jnp.float32)
+    halves = itertools.product((high.astype(jnp.float32), low.astype(jnp.float32)), (coarse, frequency - coarse))
+    angles = [whole * part for whole, part in halves]
+    cos, sin = jnp.cos(angles[0]), jnp.sin(angles[0])
+    for angle in angles[1:]:
+        cos, sin = cos * jnp.cos(angle) - sin * jnp.sin(angle), sin * jnp.cos(angle) + cos * jnp.sin(angle)
+    return cos, sin
 
 
 def _powers(theta: float, width: int) -> np.ndarray:

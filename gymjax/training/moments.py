@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from gymjax.losses.sft import CHUNK_TOKENS
+from gymjax.losses.sft import CHUNK_TOKENS, GROUP_TOKENS
 from gymjax.models.decoder import SAVED_NAMES
 from gymjax.models.decoder_config import DecoderConfig, LayerKind, Stack
 from gymjax.nn.mlp import CHUNK
@@ -23,15 +23,21 @@ from pallas_kernels.nf4_linear import NF4Weight, refuses
 
 
 def loss_bytes(work: Workload) -> int:
-    """Of one chunk of tokens the logits in f32 and their gradient in the compute dtype; one D of all tokens.
+    """Of one chunk of tokens the logits in f32, of one group their gradient in the compute dtype; one D of all.
 
     A bound on logits (softcap) wants them twice in f32, before and after. A trained head adds its gradient, summed in
-    f32; a head stored in another dtype adds its cast.
+    f32; a head stored in another dtype adds its cast. Without fused operations all tokens' logits and their gradient
+    are there in f32.
     """
     cfg, item = work.cfg, work.dtype.itemsize
-    chunks = -(-work.tokens * work.shards // CHUNK_TOKENS)  # of what all devices hold together
-    chunk = work.rows * -(-work.length // min(chunks, work.length))
-    size = chunk * cfg.vocab_size * (4 + (item if cfg.logit_softcap is None else 4)) + work.tokens * cfg.width * item
+    all_tokens = work.tokens * work.shards  # of what all devices hold together
+    chunk, group = (
+        work.rows * -(-work.length // min(-(-all_tokens // size), work.length)) for size in (CHUNK_TOKENS, GROUP_TOKENS)
+    )
+    gradient = item * group if cfg.logit_softcap is None else max(item * group, 4 * chunk)
+    size = cfg.vocab_size * (4 * chunk + gradient) + work.tokens * cfg.width * item
+    if not work.settings.fused_ops:
+        size = 8 * cfg.vocab_size * work.tokens
     model = nnx.merge(work.graphdef, work.state.params, work.frozen)
     head = model.head_variable()
     if isinstance(head, Trained):

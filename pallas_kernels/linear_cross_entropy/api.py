@@ -5,6 +5,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import Implementation, _dispatch
@@ -30,7 +31,7 @@ class TokenMetrics(NamedTuple):
 def linear_cross_entropy(
     x: Float[Array, "*B T D"],
     head: Float[Array, "V D"] | NF4Weight | Int8Weight,
-    labels: Int[Array, "*B T"],
+    labels: Int[Array | np.ndarray, "*B T"],
     *,
     bias: Float[Array, " V"] | None = None,
     weights: Float[Array, "*B T"] | None = None,
@@ -45,7 +46,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     metrics: bool = False,
     implementation: Implementation | None = None,
-) -> Float[Array, "*B T"] | Float[Array, ""] | tuple[Array, TokenMetrics]:
+) -> Any:  # an array, or with `metrics` a pair
     """Cross-entropy of each token under `softmax(scale * (x @ head.T + bias))`, never holding (B, T, V).
 
     With logits z, or `softcap * tanh(z / softcap)` in their place (arXiv 2408.00118, section 2), and
@@ -112,7 +113,10 @@ def linear_cross_entropy(
 
 
 def logprob(
-    x: Float[Array, "*B T D"], head: Float[Array, "V D"] | NF4Weight | Int8Weight, labels: Int[Array, "*B T"], **options
+    x: Float[Array, "*B T D"],
+    head: Float[Array, "V D"] | NF4Weight | Int8Weight,
+    labels: Int[Array | np.ndarray, "*B T"],
+    **options,
 ) -> Float[Array, "*B T"]:
     """Log-probability of each label under `softmax(scale * x @ head.T)`, for losses of preferences and of rewards.
 
@@ -132,8 +136,7 @@ def logprob(
     """
     if wrong := {"weights", "reduction", "label_smoothing", "z_loss", "metrics"} & set(options):
         raise TypeError(f"logprob: {', '.join(sorted(wrong))} belong to linear_cross_entropy; leave them out")
-    loss: Any = linear_cross_entropy(x, head, labels, **options)
-    return -loss
+    return -linear_cross_entropy(x, head, labels, **options)
 
 
 def explain() -> str:

@@ -10,7 +10,11 @@ from pallas_kernels.nf4_linear import NF4Weight
 
 
 def arrays(
-    x: Array, head: Array | NF4Weight | Int8Weight, labels: Array, bias: Array | None, weights: Array | None
+    x: Array,
+    head: Array | NF4Weight | Int8Weight,
+    labels: Array | np.ndarray,
+    bias: Array | None,
+    weights: Array | None,
 ) -> None:
     """Shapes and dtypes."""
     if x.ndim < 2 or len(head.shape) != 2 or x.shape[-1] != head.shape[1]:
@@ -61,7 +65,7 @@ def numbers(
         raise ValueError(f"linear_cross_entropy: reduction must be none or sum; got {reduction!r}")
 
 
-def known_labels(labels: Array, vocabulary: int, ignore_index: int) -> None:
+def known_labels(labels: Array | np.ndarray, vocabulary: int, ignore_index: int) -> None:
     """Range of labels that are concrete."""
     if isinstance(labels, jax.core.Tracer):
         return

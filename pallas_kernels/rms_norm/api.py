@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 from pallas_kernels import Implementation, _dispatch
 from pallas_kernels.rms_norm import mosaic_gpu, reference
 
+_ADDED = {"mosaic_gpu": mosaic_gpu.forward_added, "xla": reference.forward_added}
 _FORWARD = {"mosaic_gpu": mosaic_gpu.forward, "xla": reference.forward}
 _BACKWARD = {"mosaic_gpu": mosaic_gpu.backward, "xla": reference.backward}
 
@@ -19,18 +20,20 @@ def rms_norm(
     scale: Float[Array, " D"],
     *,
     eps: float = 1e-6,
+    offset: float = 0.0,
     room: int = 0,
     implementation: Implementation | None = None,
 ) -> Float[Array, "*B D+room"]:
     """Root-mean-square normalisation over the last axis.
 
-    `x * rsqrt(mean(x**2) + eps) * scale`, computed in f32, returned in x.dtype. The backward pass keeps x and one
-    f32 number a row, and sums scale's gradient in f32. Source: arXiv 1910.07467, eq. 4.
+    `x * rsqrt(mean(x**2) + eps) * (offset + scale)`, computed in f32, returned in x.dtype. The backward pass
+    keeps x and one f32 number a row, and sums scale's gradient in f32. Source: arXiv 1910.07467, eq. 4.
 
     Args:
         x: f32, bf16 or f16, any leading axes.
         scale: same width as x; any float dtype.
         eps: added to the mean square.
+        offset: added to the scale in f32: 1 where scales are stored around 0 (Gemma).
         room: columns to leave behind the result, so that who puts something there need not copy it. What they hold
             is undefined: write them before they are read.
         implementation: "mosaic_gpu", "xla", or None for the fastest that accepts x on this device.
@@ -42,7 +45,7 @@ def rms_norm(
         ValueError: scale's width differs from x's, one of them is not floating-point, or room is negative.
         NotImplementedError: the named implementation refuses these arguments or does not exist for this operation.
     """
-    return _rms_norm(_plan(x, scale, eps, room, implementation), x, scale)
+    return _rms_norm(_plan(x, scale, eps, room, implementation), x, _shifted(scale, offset))
 
 
 def rms_norm_residual(
@@ -50,6 +53,7 @@ def rms_norm_residual(
     scale: Float[Array, " D"],
     *,
     eps: float = 1e-6,
+    offset: float = 0.0,
     room: int = 0,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "*B D"], Float[Array, "*B D+room"]]:
@@ -60,7 +64,42 @@ def rms_norm_residual(
     Returns:
         x, to be used in its place from here on, and the normalised x.
     """
-    return _rms_norm_residual(_plan(x, scale, eps, room, implementation), x, scale)
+    return _rms_norm_residual(_plan(x, scale, eps, room, implementation), x, _shifted(scale, offset))
+
+
+def add_rms_norm(
+    x: Float[Array, "*B D"],
+    added: Float[Array, "*B D"],
+    scale: Float[Array, " D"],
+    *,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    room: int = 0,
+    implementation: Implementation | None = None,
+) -> tuple[Float[Array, "*B D"], Float[Array, "*B D+room"]]:
+    """The residual stream with a branch's output added, and `rms_norm` of it: forward and backward in one pass each.
+
+    The sum is rounded to x.dtype before it is normalised. Its gradients by both ways are added in the backward pass.
+
+    Args:
+        x: residual stream.
+        added: of x's shape and dtype.
+        scale, eps, offset, room, implementation: as in rms_norm.
+
+    Returns:
+        x + added, and the normalised sum.
+
+    Raises:
+        ValueError: added differs from x in shape or dtype; and as rms_norm.
+        NotImplementedError: as rms_norm.
+    """
+    if added.shape != x.shape or added.dtype != x.dtype:
+        raise ValueError(f"add_rms_norm: added must be {x.dtype}{x.shape}, as x is; got {added.dtype}{added.shape}")
+    return _add_rms_norm(_plan(x, scale, eps, room, implementation), x, added, _shifted(scale, offset))
+
+
+def _shifted(scale: Array, offset: float) -> Array:
+    return scale.astype(jnp.float32) + offset if offset else scale
 
 
 def explain(width: int = mosaic_gpu.MULTIPLE, rows: int = 8192) -> str:
@@ -125,3 +164,25 @@ def _residual_bwd(
 
 
 _rms_norm_residual.defvjp(_residual_fwd, _residual_bwd)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _add_rms_norm(plan: _Plan, x: Array, added: Array, scale: Array) -> tuple[Array, Array]:
+    return _ADDED[plan.chosen](x, added, scale, plan.eps, plan.room)[:2]
+
+
+def _add_fwd(
+    plan: _Plan, x: Array, added: Array, scale: Array
+) -> tuple[tuple[Array, Array], tuple[Array, Array, Array]]:
+    total, y, rrms = _ADDED[plan.chosen](x, added, scale, plan.eps, plan.room)
+    return (total, y), (total, scale, rrms)
+
+
+def _add_bwd(
+    plan: _Plan, residuals: tuple[Array, Array, Array], cotangents: tuple[Array, Array]
+) -> tuple[Array, Array, Array]:
+    dtotal, dscale = _residual_bwd(plan, residuals, cotangents)
+    return dtotal, dtotal, dscale
+
+
+_add_rms_norm.defvjp(_add_fwd, _add_bwd)

@@ -20,6 +20,19 @@ def _case(name: str, rows: int, width: int, *, frozen: bool = False) -> Case:
     return Case(name, args, 4 * rows * width, 2 * size, 12 * rows * width, 5 * size, wrt=wrt)
 
 
+def _added(name: str, rows: int, width: int) -> Case:
+    """Forward reads two arrays and writes two; backward reads the sum and both gradients and writes one."""
+
+    def args(key: Array) -> tuple[tuple[Array, ...], dict[str, object]]:
+        x_key, added_key, scale_key = jax.random.split(key, 3)
+        x, added = (jax.random.normal(k, (rows, width), jnp.bfloat16) for k in (x_key, added_key))
+        return (x, added, 1 + 0.1 * jax.random.normal(scale_key, (width,), jnp.float32)), {"eps": 1e-5}
+
+    size = 2 * rows * width
+    work = rows * width
+    return Case(name, args, 5 * work, 4 * size, 14 * work, 8 * size, wrt=(0, 1), function="add_rms_norm")
+
+
 TINY = (_case("tiny-M6-D32", 6, 32), _case("tiny-M5-D127", 5, 127))
 
 CASES = (
@@ -28,6 +41,8 @@ CASES = (
     _case("M16384-D4096", 16384, 4096),
     _case("M16384-D896", 16384, 896),
     _case("M131072-D128", 131072, 128),
+    _added("M8192-D4096-added", 8192, 4096),
+    _added("M16384-D4096-added", 16384, 4096),
 )
 
 

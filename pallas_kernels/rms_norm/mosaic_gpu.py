@@ -46,22 +46,44 @@ def forward(
     x: Float[Array, "*B D"], scale: Float[Array, " D"], eps: float, room: int = 0
 ) -> tuple[Float[Array, "*B D+room"], Float[Array, "*B 1"]]:
     """As reference.forward, but that nothing is written to the `room` columns behind the result."""
+    return _forward(x, None, scale, eps, room)[1:]
+
+
+def forward_added(
+    x: Float[Array, "*B D"], added: Float[Array, "*B D"], scale: Float[Array, " D"], eps: float, room: int = 0
+) -> tuple[Float[Array, "*B D"], Float[Array, "*B D+room"], Float[Array, "*B 1"]]:
+    """As reference.forward_added, with `room` as in `forward`."""
+    return _forward(x, added, scale, eps, room)
+
+
+def _forward(x: Array, added: Array | None, scale: Array, eps: float, room: int) -> tuple[Array, Array, Array]:
+    """The normalised input, which is x, or x + added in x.dtype; result and reciprocal root mean square."""
     width, rows = x.shape[-1], math.prod(x.shape[:-1])
     taken = _rows_of_block(rows, width)
+    operands = [array.reshape(rows, width) for array in (x, added) if array is not None]
+    sums = operands[1:]
 
-    def kernel(x_ref, scale_ref, y_ref, rrms_ref):
+    def kernel(*refs):
+        *in_refs, scale_ref, y_ref, rrms_ref = refs[: len(operands) + 3]
+        sum_refs = refs[len(operands) + 3 :]
         first = lax.axis_index("tiles") * taken
-        xs = [_load(x_ref.at[first + i]) for i in range(taken)]
+        whole = [[_load(ref.at[first + i]) for ref in in_refs] for i in range(taken)]
         scale_f32 = _load(scale_ref).astype(jnp.float32)
-        for i, x in enumerate(xs):
+        for i, (x, *more) in enumerate(whole):
             x_f32 = x.astype(jnp.float32)
+            for one, sum_ref in zip(more, sum_refs, strict=True):
+                total = (x_f32 + one.astype(jnp.float32)).astype(x.dtype)
+                sum_ref[first + i] = total
+                x_f32 = total.astype(jnp.float32)
             rrms = lax.rsqrt(jnp.sum(x_f32 * x_f32) / width + eps)
             y_ref[first + i, pl.ds(0, width)] = (x_f32 * rrms * scale_f32).astype(x.dtype)
             rrms_ref[first + i] = rrms
 
     out = [jax.ShapeDtypeStruct((rows, width + room), x.dtype), jax.ShapeDtypeStruct((rows,), jnp.float32)]
-    y, rrms = _launch(kernel, rows // taken, out, x.reshape(rows, width), scale)
-    return y.reshape(*x.shape[:-1], width + room), rrms.reshape(*x.shape[:-1], 1)
+    out += [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in sums]
+    y, rrms, *totals = _launch(kernel, rows // taken, out, *operands, scale)
+    total = totals[0].reshape(x.shape) if totals else x
+    return total, y.reshape(*x.shape[:-1], width + room), rrms.reshape(*x.shape[:-1], 1)
 
 
 @functools.partial(jax.jit, inline=True)

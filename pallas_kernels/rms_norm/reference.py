@@ -15,6 +15,14 @@ def forward(
     return jnp.pad(y, [(0, 0)] * (x.ndim - 1) + [(0, room)]) if room else y, rrms
 
 
+def forward_added(
+    x: Float[Array, "*B D"], added: Float[Array, "*B D"], scale: Float[Array, " D"], eps: float, room: int = 0
+) -> tuple[Float[Array, "*B D"], Float[Array, "*B D+room"], Float[Array, "*B 1"]]:
+    """Return x + added, and `forward` of it."""
+    total = x + added
+    return total, *forward(total, scale, eps, room)
+
+
 def backward(x: Array, scale: Array, rrms: Array, dy: Array, dresidual: Array | None = None) -> tuple[Array, Array]:
     """Return the gradients of x and of scale, each in its own dtype, from the gradient of the output.
 

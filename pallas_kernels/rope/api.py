@@ -1,5 +1,7 @@
 """Public rotary position embedding: argument checks."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -16,19 +18,23 @@ def rope(
     cos: Float[Array, "B T R/2"],
     sin: Float[Array, "B T R/2"],
     *,
+    interleaved: bool = False,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"]]:
-    """Rotate queries and keys by their positions, in the half-split ("rotate_half") layout of Hugging Face.
+    """Rotate queries and keys by their positions.
 
-    `(a, b) -> (a*cos - b*sin, b*cos + a*sin)` with a the first and b the second half of the first R channels of each
-    head, in f32, returned in the inputs' dtypes; the other channels pass. R is H, or less where a model rotates a part
-    of its heads. The angles are constants: cos and sin get no gradient. Source: arXiv 2104.09864, eq. 34.
+    `(a, b) -> (a*cos - b*sin, b*cos + a*sin)` in f32, returned in the inputs' dtypes, with a the first and b the second
+    half of the first R channels of each head (the "rotate_half" of Hugging Face) or, interleaved, their even and odd
+    ones (the paper's order); the other channels pass. R is H, or less where a model rotates a part of its heads. The
+    angles are constants: cos and sin get no gradient, and the backward pass turns the other way. Source: arXiv
+    2104.09864, eq. 34.
 
     Args:
         q: queries, f32, bf16 or f16.
         k: keys, same B, T and H.
         cos: f32 cosines of the angles; B may be 1, for positions that all rows share.
         sin: f32 sines, same shape.
+        interleaved: which channels of a head are a pair, see above.
         implementation: "xla", or None for the fastest that accepts the arguments on this device.
 
     Returns:
@@ -40,7 +46,7 @@ def rope(
     """
     _check(q, k, cos, sin)
     _dispatch.choose("rope", implementation, _REFUSALS)
-    return _rotate(q, cos, sin), _rotate(k, cos, sin)
+    return _rotate(interleaved, q, cos, sin), _rotate(interleaved, k, cos, sin)
 
 
 def explain() -> str:
@@ -48,18 +54,18 @@ def explain() -> str:
     return _dispatch.explain("rope", _REFUSALS)
 
 
-@jax.custom_vjp
-def _rotate(x: Array, cos: Array, sin: Array) -> Array:
-    return reference.rotate(x, cos, sin)
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _rotate(interleaved: bool, x: Array, cos: Array, sin: Array) -> Array:
+    return reference.rotate(x, cos, sin, interleaved)
 
 
-def _rotate_fwd(x: Array, cos: Array, sin: Array) -> tuple[Array, tuple[Array, Array]]:
-    return reference.rotate(x, cos, sin), (cos, sin)
+def _rotate_fwd(interleaved: bool, x: Array, cos: Array, sin: Array) -> tuple[Array, tuple[Array, Array]]:
+    return reference.rotate(x, cos, sin, interleaved), (cos, sin)
 
 
-def _rotate_bwd(tables: tuple[Array, Array], dy: Array) -> tuple[Array, None, None]:
+def _rotate_bwd(interleaved: bool, tables: tuple[Array, Array], dy: Array) -> tuple[Array, None, None]:
     cos, sin = tables
-    return reference.rotate(dy, cos, -sin), None, None
+    return reference.rotate(dy, cos, -sin, interleaved), None, None
 
 
 _rotate.defvjp(_rotate_fwd, _rotate_bwd)

@@ -4,16 +4,22 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 
-def rotate(x: Float[Array, "B T N H"], cos: Float[Array, "B T R/2"], sin: Float[Array, "B T R/2"]) -> Array:
-    """Rotate the pairs (x[i], x[i + R/2]) of each head by the angle of their position; f32 inside, x.dtype out.
+def rotate(
+    x: Float[Array, "B T N H"], cos: Float[Array, "B T R/2"], sin: Float[Array, "B T R/2"], interleaved: bool
+) -> Array:
+    """Rotate pairs of channels of each head by the angle of their position; f32 inside, x.dtype out.
+
+    The pairs are (x[i], x[i + R/2]) or, interleaved, (x[2i], x[2i + 1]).
 
     Channels from R on pass unchanged.
     """
     rotated, passed = jnp.split(x, [2 * cos.shape[-1]], axis=-1)
     # One multiply-add over both halves: XLA reads the swapped operand backwards, where joining two results is a slow
     # kernel of its own.
-    halves = rotated.astype(jnp.float32).reshape(*rotated.shape[:-1], 2, cos.shape[-1])
-    cos, sin = cos[:, :, None, None, :], jnp.stack([-sin, sin], axis=-2)[:, :, None]
-    turned = halves * cos + jnp.flip(halves, axis=-2) * sin
+    axis = -1 if interleaved else -2
+    pairs = (cos.shape[-1], 2) if interleaved else (2, cos.shape[-1])
+    halves = rotated.astype(jnp.float32).reshape(*rotated.shape[:-1], *pairs)
+    cos, sin = jnp.expand_dims(cos, (2, axis)), jnp.stack([-sin, sin], axis=axis)[:, :, None]
+    turned = halves * cos + jnp.flip(halves, axis=axis) * sin
     turned = turned.astype(x.dtype).reshape(rotated.shape)
     return turned if passed.shape[-1] == 0 else jnp.concatenate([turned, passed], axis=-1)

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import _platform
+from pallas_kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_residual
 from pallas_kernels.rms_norm import mosaic_gpu as norm_kernel
-from pallas_kernels.rms_norm import rms_norm, rms_norm_residual
 from pallas_kernels.rope import rope
 from pallas_kernels.swiglu import mosaic_gpu as swiglu_kernel
 from pallas_kernels.swiglu import reference as swiglu_reference
@@ -77,21 +77,45 @@ def test_residual_norm_adds_both_gradients(normal: Callable, out_and_grads: Call
     assert_f32_close(got, ((x, np.concatenate([y, zeros], 1)), (dx_of_y + np.asarray(dx, np.float64), dscale)))
 
 
+def test_added_norm_is_the_norm_of_the_sum(normal: Callable, out_and_grads: Callable) -> None:
+    x, added, scale, dtotal, dy = normal(17, (5, 129), (5, 129), (129,), (5, 129), (5, 133))
+    got = out_and_grads(partial(add_rms_norm, eps=1e-3, offset=1.0, room=4), (x, added, scale), (dtotal, dy))
+    total = np.asarray(x, np.float64) + np.asarray(added, np.float64)
+    y, (dx, dscale) = norm_oracle(total, 1 + np.asarray(scale, np.float64), dy[:, :129], 1e-3)
+    dx += np.asarray(dtotal, np.float64)
+    assert_f32_close(got, ((total, np.concatenate([y, np.zeros((5, 4))], 1)), (dx, dx, dscale)))
+
+
+@pytest.mark.parametrize("function", [rms_norm, lambda *args, **options: rms_norm_residual(*args, **options)[1]])
+def test_scales_around_zero(function: Callable, normal: Callable, out_and_grads: Callable) -> None:
+    x, scale, dy = normal(18, (3, 127), (127,), (3, 127))
+    y, dx, dscale = (lambda out, grads: (out, *grads))(
+        *out_and_grads(partial(function, eps=1e-3, offset=1.0), (x, scale), dy)
+    )
+    assert_f32_close((y, (dx, dscale)), norm_oracle(x, 1 + np.asarray(scale, np.float64), dy, 1e-3))
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("passed", [0, 2])
 @pytest.mark.parametrize("heads", [(1, 1), (6, 2)])
-def test_rope_f32(heads: tuple[int, int], passed: int, normal: Callable, out_and_grads: Callable) -> None:
+def test_rope_f32(
+    heads: tuple[int, int], passed: int, interleaved: bool, normal: Callable, out_and_grads: Callable
+) -> None:
     tokens, width = 129, 6
     q_shape, k_shape = ((2, tokens, n, width + passed) for n in heads)
     q, k, dq, dk = normal(4, q_shape, k_shape, q_shape, k_shape)
     angle = np.random.default_rng(5).uniform(-9, 9, (2, tokens, width // 2))
     cos, sin = jnp.asarray(np.cos(angle), jnp.float32), jnp.asarray(np.sin(angle), jnp.float32)
-    got = out_and_grads(lambda q, k: rope(q, k, cos, sin), (q, k), (dq, dk))
+    got = out_and_grads(lambda q, k: rope(q, k, cos, sin, interleaved=interleaved), (q, k), (dq, dk))
+    first, second = (slice(0, width, 2), slice(1, width, 2)) if interleaved else (slice(0, 3), slice(3, width))
 
     def turn(x: jax.Array, sign: int) -> np.ndarray:
         """Rotate in the complex plane; the gradient turns the other way."""
         x = np.asarray(x, np.float64)
-        pair = (x[..., : width // 2] + 1j * x[..., width // 2 : width]) * np.exp(sign * 1j * angle)[:, :, None]
-        return np.concatenate([pair.real, pair.imag, x[..., width:]], -1)
+        pair = (x[..., first] + 1j * x[..., second]) * np.exp(sign * 1j * angle)[:, :, None]
+        turned = x.copy()
+        turned[..., first], turned[..., second] = pair.real, pair.imag
+        return turned
 
     assert_f32_close(got, ((turn(q, 1), turn(k, 1)), (turn(dq, -1), turn(dk, -1))))
 
@@ -178,6 +202,7 @@ Q, K, TABLE = (2, 3, 4, 8), (2, 3, 2, 8), (2, 3, 4)
         (lambda z: rms_norm(z((3, 8)), z((7,))), r"scale is \(7,\) and x is \(3, 8\)"),
         (lambda z: rms_norm(z((3, 8), "int32"), z((8,))), "x is int32 and scale is float32"),
         (lambda z: rms_norm(z((3, 8)), z((8,)), room=-1), "got -1"),
+        (lambda z: add_rms_norm(z((3, 8)), z((2, 8)), z((8,))), r"float32\(3, 8\), as x is; got float32\(2, 8\)"),
         (lambda z: swiglu(z((3, 8)), z((3, 7))), r"gate is float32\(3, 8\) and up is float32\(3, 7\)"),
         (lambda z: swiglu(z((3,)), z((3,), "bfloat16")), r"up is bfloat16\(3,\)"),
         (lambda z: swiglu(z((3,)), z((3,)), activation="relu"), "must be one of silu, gelu, gelu_tanh; got 'relu'"),
@@ -243,12 +268,14 @@ def test_interpreted_norm(
         y, rrms = norm_kernel.forward(x, scale, 1e-3, room)
         dx, dscale = norm_kernel.backward(x, scale, rrms, dy)
         dx_and_residual, _ = norm_kernel.backward(x, scale, rrms, dy, dresidual)
+        total, y_total, _ = norm_kernel.forward_added(x, dresidual, scale, 1e-3, room)
     assert "RACE" not in capfd.readouterr().out
     assert (y.shape, rrms.shape) == ((*shape[:-1], shape[-1] + room), (*shape[:-1], 1))
     truth_y, (truth_dx, truth_dscale) = norm_oracle(x, scale, dy, 1e-3)
     truth_sum = truth_dx + np.asarray(dresidual, np.float64)
-    got = (y[..., : shape[-1]], dx, dx_and_residual)
-    truth = (truth_y, truth_dx, truth_sum)
+    np.testing.assert_array_equal(total, x + dresidual)
+    got = (y[..., : shape[-1]], dx, dx_and_residual, y_total[..., : shape[-1]])
+    truth = (truth_y, truth_dx, truth_sum, norm_oracle(total, scale, dy, 1e-3)[0])
     # the truth rounded once is as near as the dtype comes; the bar leaves half of that error to the arithmetic in f32
     no_worse_than_dense(got, [jnp.asarray(exact, jnp.float32).astype(dtype) for exact in truth], truth)
     root = np.sqrt((np.asarray(x, np.float64) ** 2).mean(-1) + 1e-3)

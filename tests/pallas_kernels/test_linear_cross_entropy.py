@@ -84,33 +84,17 @@ def test_f32_matches_float64(
     assert (np.asarray(dx)[ignored] == 0).all()
 
 
-@pytest.mark.parametrize("frozen", [True, False])
-@pytest.mark.parametrize("bounds", [{"scale": 0.25}, {"softcap": 2.0}, {"scale": 0.5, "softcap": 1.5}], ids=str)
-def test_scaled_and_capped_logits(bounds: dict, frozen: bool, normal: Callable, out_and_grads: Callable) -> None:
-    x, head, dloss = normal(7, (2, 11, 12), (33, 12), (2, 11))
-    labels = random_labels((2, 11), 33)
-    function = partial(linear_cross_entropy, labels=labels, frozen_head=frozen, chunk_tokens=8, **bounds)
-    loss, (dx, dhead) = out_and_grads(function, (x, head), dloss)
-    want_loss, (want_dx, want_dhead, _) = oracle(x, head, labels, dloss, **bounds)
-    plain_loss, (plain_dx, _, _) = oracle(x, head, labels, dloss)
-    assert np.abs(want_loss - plain_loss).max() > 0.5
-    assert np.abs(want_dx - plain_dx).max() > 0.1
-    # f32 has 24 bits; sums of up to 33 terms of size 1 to 10
-    np.testing.assert_allclose(loss, want_loss, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(dx, want_dx, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(dhead, 0 * want_dhead if frozen else want_dhead, rtol=1e-5, atol=1e-5)
-
-
 OPTIONS = [
     {"bias": True},
+    {"scale": 0.25},
+    {"softcap": 2.0},
     {"label_smoothing": 0.2},
     {"z_loss": 0.05},
     {"bias": True, "scale": 0.5, "softcap": 1.5, "label_smoothing": 0.1, "z_loss": 0.01},
 ]
 
 
-@pytest.mark.parametrize("reduction", ["none", "sum"])
-@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize(("frozen", "reduction"), [(True, "none"), (False, "none"), (False, "sum")])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_options_match_float64(
     options: dict, frozen: bool, reduction: str, normal: Callable, out_and_grads: Callable
@@ -225,7 +209,7 @@ def test_one_pass_logsumexp() -> None:
     assert text.lower(lowering_platforms=("cuda",)).as_text().count("stablehlo.reduce(") == 1
 
 
-def test_loss_and_gradients_meet_the_issues_bars(normal: Callable, relative_error: Callable) -> None:
+def test_loss_and_gradients_are_within_their_bars(normal: Callable, relative_error: Callable) -> None:
     (x,) = normal(13, (1, 64, 256), dtype=jnp.bfloat16)
     (head,) = normal(14, (4099, 256), dtype=jnp.bfloat16)
     head *= jnp.bfloat16(1 / 16)

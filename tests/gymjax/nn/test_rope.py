@@ -2,6 +2,7 @@
 
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -97,6 +98,18 @@ def test_tables_restart_with_positions():
     np.testing.assert_allclose(cos, np.cos(angle), atol=1e-6)  # f32 angle and cosine
     np.testing.assert_allclose(sin, np.sin(angle), atol=1e-6)
     np.testing.assert_array_equal(cos[0, 3:], cos[0, :2])
+
+
+@pytest.mark.parametrize("name", ["default", "llama3", "yarn"])
+def test_tables_at_long_positions(name):
+    positions = np.asarray([[0, 4095, 4096, 65537, 131071]])
+    cos, sin = jax.jit(lambda positions: rope_tables(positions, ROPES[name], 128))(positions)
+    angle = positions[..., None] * inverse_frequencies(ROPES[name], 128).astype(np.float64)
+    factor = ROPES[name].attention_factor
+    np.testing.assert_allclose(
+        cos, factor * np.cos(angle), atol=1e-5
+    )  # some ulps of f32 are 5e-7; the rounded product alone would be off by 4e-3
+    np.testing.assert_allclose(sin, factor * np.sin(angle), atol=1e-5)
 
 
 def test_lengths_are_those_of_documents():
