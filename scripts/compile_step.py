@@ -123,9 +123,8 @@ def main() -> None:
         "temporaries": analysis.temp_size_in_bytes,
     }
     parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in sizes.items())
-    print(
-        f"{setting.name}: {program_peak_gib(program):.2f} GiB ({parts}); compiled in {time.perf_counter() - started:.0f} s"
-    )
+    seconds = time.perf_counter() - started
+    print(f"{setting.name}: {program_peak_gib(program):.2f} GiB ({parts}); compiled in {seconds:.0f} s")
     print(*describe(plan), sep="\n")
     if options.passes:
         print(*passes(program.as_text()), sep="\n")
