@@ -1,8 +1,11 @@
 """Times one training step (LoRA, QLoRA, full) on random weights and random tokens, beside the peers people use today.
 
 Usage: python scripts/bench_train.py [--shape llama3.1-8b] [--base nf4] [--remat full ...] [--batch 4x2048]
-           [--finetune full --optim adamw_8bit] [--peers hf-liger unsloth]
+           [--finetune full --optim adamw_8bit] [--fused on off] [--peers hf-liger unsloth]
+       python scripts/bench_train.py ladder ...     what each kind of kernel adds, see bench_ladder.py
        python scripts/bench_train.py --only ...     (this process times gymjax alone and prints one line)
+
+With --fused on off the step is timed with and without enable_liger_kernel; the latter is the former's peer `unfused`.
 
 Every system runs in a process of its own, one after the other, on the same machine; the lines go to --out (by default
 scripts/results/train.jsonl). Peers need a folder for their model (--peer-model), which is made when it is missing.
@@ -50,7 +53,9 @@ def compile_step(setting: Setting):
     graphdef, params, frozen = jax.eval_shape(make)
     optimizer = build(OptimConfig(learning_rate=1e-4, optim=setting.optim), 1000, params)
     state = jax.eval_shape(lambda params: init_state(params, optimizer, None), params)
-    settings = StepSettings(seed=0, max_grad_norm=1.0, attention=setting.attention, packed=False)
+    settings = StepSettings(
+        seed=0, max_grad_norm=1.0, attention=setting.attention, packed=False, fused_ops=setting.fused
+    )
     limit = device_memory_gib()
     cfg, rows, length = decoder_cfg(setting.shape), setting.rows, setting.length
     work = Workload(cfg, graphdef, state, frozen, settings, rows, length, 1, jnp.dtype(jnp.bfloat16))
@@ -172,6 +177,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     several = "full, selective, offload, none, auto, or names joined by commas; several are timed beside the same peers"
     parser.add_argument("--remat", nargs="+", default=["full"], help=several)
     parser.add_argument("--batch", nargs="+", default=["4x2048"], help="rows x tokens; several are timed in turn")
+    parser.add_argument("--fused", nargs="+", choices=("on", "off"), default=["on"], help="enable_liger_kernel")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--peers", nargs="*", default=[], choices=("hf-liger", "hf", "unsloth"))
     parser.add_argument("--peer-model", default="outputs/peer_model")
@@ -182,9 +188,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def main(arguments: list[str]) -> int:
     """Times gymjax and the peers, appends lines."""
+    if arguments[:1] == ["ladder"]:
+        import bench_ladder
+
+        return bench_ladder.main(arguments[1:])
     options = parse(arguments)
     if options.only:
-        setting = setting_of(options, options.batch[0], options.remat[0])
+        setting = setting_of(options, options.batch[0], options.remat[0], fused=options.fused[0] == "on")
         print("RESULT " + json.dumps(time_step(setting, options.steps)))
         return 0
     if options.peers and options.finetune == "full":
@@ -192,8 +202,10 @@ def main(arguments: list[str]) -> int:
     command = [sys.executable, __file__, "--only", "--shape", options.shape, "--base", options.base]
     command += ["--steps", str(options.steps), "--finetune", options.finetune, "--optim", options.optim]
     command += ["--attention", options.attention] if options.attention else []
-    cases = list(itertools.product(options.batch, options.remat))
-    ours = {case: run_process([*command, "--batch", case[0], "--remat", case[1]])[0] for case in cases}
+    ours = {
+        (batch, remat, fused): run_process([*command, "--batch", batch, "--remat", remat, "--fused", fused])[0]
+        for batch, remat, fused in itertools.product(options.batch, options.remat, options.fused)
+    }
     script = str(ROOT / "scripts" / "peer_step.py")
     if options.peers and not (Path(options.peer_model) / "config.json").exists():
         what = "config" if options.peers == ["hf"] and options.base == "bf16" else "make"
@@ -207,9 +219,11 @@ def main(arguments: list[str]) -> int:
         )
         peers |= {(peer, batch): result for batch, result in zip(options.batch, measured)}
     found = []
-    for (batch, remat), measured in ours.items():
-        case = setting_of(options, batch, remat).name
+    for (batch, remat, fused), measured in ours.items():
+        case = setting_of(options, batch, remat, fused=fused == "on").name
         beside = {peer: theirs for (peer, size), theirs in peers.items() if size == batch and theirs is not None}
+        unfused = ours.get((batch, remat, "off"))
+        beside |= {"unfused": unfused} if fused == "on" and unfused is not None else {}
         found += [] if measured is None else lines(case, measured, beside)
     out = Path(options.out)
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -54,7 +54,9 @@ def compile_step(setting: Setting) -> tuple[Any, Plan]:
     graphdef, params, frozen = split_model(nnx.eval_shape(lambda: trained_model(setting)))
     optimizer = build(OptimConfig(learning_rate=1e-4, optim=setting.optim), 1000, params)
     state = jax.eval_shape(lambda params: init_state(params, optimizer, None), params)
-    settings = StepSettings(seed=0, max_grad_norm=1.0, attention=setting.attention, packed=False)
+    settings = StepSettings(
+        seed=0, max_grad_norm=1.0, attention=setting.attention, packed=False, fused_ops=setting.fused
+    )
     cfg, rows, length = decoder_cfg(setting.shape), setting.rows, setting.length
     work = Workload(cfg, graphdef, state, frozen, settings, rows, length, 1, jnp.dtype(jnp.bfloat16))
     plan = choose(work, setting.remat, H200_BYTES)
@@ -106,10 +108,11 @@ def main() -> None:
         "--remat", default="full", help="full, selective, offload, none, auto, or names joined by commas"
     )
     parser.add_argument("--batch", default="4x2048", help="rows x tokens")
+    parser.add_argument("--unfused", action="store_true", help="with enable_liger_kernel: false")
     parser.add_argument("--passes", action="store_true")
     parser.add_argument("--json", action="store_true", help="print the sizes alone, as check_plan.py reads them")
     options = parser.parse_args()
-    setting = setting_of(options, options.batch, options.remat)
+    setting = setting_of(options, options.batch, options.remat, fused=not options.unfused)
     started = time.perf_counter()
     program, plan = compile_step(setting)
     analysis = program.memory_analysis()

@@ -132,8 +132,8 @@ def load_hf(folder: str, base: str, length: int):
     return model.train()
 
 
-def time_step(model, rows: int, length: int) -> dict:
-    """Median of eight steps after three to warm up: forward, backward, fused AdamW on the adapter."""
+def time_step(model, rows: int, length: int, steps: int = 8) -> dict:
+    """Median of the steps after three to warm up: forward, backward, fused AdamW on the adapter."""
     import torch
 
     torch.cuda.empty_cache()
@@ -142,8 +142,8 @@ def time_step(model, rows: int, length: int) -> dict:
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     optimizer = torch.optim.AdamW(trained, 1e-4, fused=True)
     tokens = torch.randint(3, model.config.vocab_size, (rows, length), device="cuda")
-    seconds = []
-    for _ in range(11):
+    seconds, losses = [], []
+    for _ in range(3 + steps):
         torch.cuda.synchronize()
         started = time.perf_counter()
         loss = model(input_ids=tokens, labels=tokens).loss
@@ -152,9 +152,10 @@ def time_step(model, rows: int, length: int) -> dict:
         optimizer.zero_grad(set_to_none=True)
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - started)
+        losses.append(float(loss.detach()))
     median = statistics.median(seconds[3:])
     peak = torch.cuda.max_memory_allocated() / 2**30
-    return {"tok_s": rows * length / median, "seconds": median, "peak_gib": peak, "loss": float(loss)}
+    return {"tok_s": rows * length / median, "seconds": median, "peak_gib": peak, "loss": losses[-1]}
 
 
 def main(arguments: list[str]) -> None:

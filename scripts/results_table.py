@@ -1,4 +1,4 @@
-"""Writes README's table of measured numbers from scripts/results/*.jsonl, the newest line of each measurement.
+"""Writes README's pictures and table of measured numbers from scripts/results/, the newest line of each measurement.
 
 Usage: python scripts/results_table.py [--check]     (--check: only say whether README is up to date)
 """
@@ -12,6 +12,11 @@ BEGIN, END = "<!-- results: written by scripts/results_table.py -->", "<!-- end 
 OURS, PLAIN = ("gymjax", "mosaic_gpu", "jax_triton"), ("naive", "xla")
 CASE = ("bench", "case", "metric")
 KEYS = ("bench", "case", "implementation", "metric", "peer", "device")
+PICTURES = {
+    "ladder.png": "A QLoRA step, one kind of kernel after the other, beside the torch stack's in the same run "
+    "(scripts/bench_train.py ladder)",
+    "proof.png": "SmolLM2-135M by QLoRA here and in transformers + PEFT + bitsandbytes (scripts/proof_qlora.py)",
+}
 COLUMNS = {
     "bench": "bench",
     "case": "case",
@@ -63,12 +68,20 @@ def table(rows: list[dict]) -> str:
     return "\n".join([*lines, "", "A ratio above 1 is better than the peer, timed in the same run."])
 
 
+def pictures(folder: Path, where: str) -> str:
+    """Return the pictures that there are as Markdown, each with what it shows below it."""
+    there = {name: text for name, text in PICTURES.items() if (folder / name).exists()}
+    return "".join(f"![{name.removesuffix('.png')}]({where}/{name})\n\n{text}.\n\n" for name, text in there.items())
+
+
 def main() -> int:
     readme = ROOT / "README.md"
     old = readme.read_text()
     before, _, rest = old.partition(BEGIN)
     _, _, after = rest.partition(END)
-    new = f"{before}{BEGIN}\n{table(telling(read_lines(ROOT / 'scripts' / 'results')))}\n{END}{after}"
+    folder = ROOT / "scripts" / "results"
+    shown = pictures(folder, "scripts/results") + table(telling(read_lines(folder)))
+    new = f"{before}{BEGIN}\n{shown}\n{END}{after}"
     if "--check" in sys.argv[1:]:
         print(
             "README.md is up to date"

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import sys
 from pathlib import Path
+from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -93,6 +94,17 @@ SHAPES = {
         "rope_theta": 1000000.0,
         "rms_norm_eps": 1e-5,
     },
+    "smollm2-135m": {
+        "vocab_size": 49152,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "rope_theta": 100000.0,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+    },
     "tiny-moe": {
         "model_type": "olmoe",
         "vocab_size": 512,
@@ -130,23 +142,25 @@ class Setting:
         rows: of the batch.
         length: tokens a row.
         attention: implementation; None for the fastest.
+        fused: whether loss, norms, rotations and gates are kernels, or plain jnp.
     """
 
     shape: str
     base: str
     finetune: str
-    optim: str
+    optim: Literal["adamw", "adamw_8bit"]
     remat: str
     rows: int
     length: int
     attention: str | None
+    fused: bool = True
 
     @property
     def name(self) -> str:
         """Of a result line."""
         trained = f"r{RANK}" if self.finetune == "lora" else f"full-{self.optim}"
         name = f"{self.shape}-{self.base}-{self.rows}x{self.length}-{trained}-{self.remat}-remat"
-        return name + (f"-{self.attention}" if self.attention else "")
+        return name + (f"-{self.attention}" if self.attention else "") + ("" if self.fused else "-unfused")
 
 
 def add_options(parser: argparse.ArgumentParser, *, attention: str | None = None) -> None:
@@ -158,10 +172,11 @@ def add_options(parser: argparse.ArgumentParser, *, attention: str | None = None
     parser.add_argument("--attention", choices=("cudnn", "mosaic_gpu", "xla"), default=attention)
 
 
-def setting_of(options: argparse.Namespace, batch: str, remat: str) -> Setting:
+def setting_of(options: argparse.Namespace, batch: str, remat: str, *, fused: bool = True) -> Setting:
     """The setting that the options name; a batch is "4x2048", rows by tokens."""
     rows, length = map(int, batch.split("x"))
-    return Setting(options.shape, options.base, options.finetune, options.optim, remat, rows, length, options.attention)
+    chosen = options.shape, options.base, options.finetune, options.optim, remat, rows, length, options.attention
+    return Setting(*chosen, fused)
 
 
 def decoder_cfg(shape: str) -> DecoderConfig:

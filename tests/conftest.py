@@ -157,6 +157,12 @@ def tiny_model(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def tiny_wide(tmp_path_factory):
+    """Folder of a random Llama whose rows bitsandbytes packs as it should on a CPU: widths are multiples of 64."""
+    return tiny_folder(tmp_path_factory.mktemp("wide"), hidden_size=64, intermediate_size=128, num_hidden_layers=2)
+
+
+@pytest.fixture(scope="session")
 def tiny_experts(tmp_path_factory):
     """Folder of a random mixture of four experts."""
     shape = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 8}

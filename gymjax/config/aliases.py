@@ -11,6 +11,7 @@ RENAMED: dict[str, str] = {
     "base_model": "model_name_or_path",
     "lora_model_dir": "adapter_name_or_path",
     "lora_r": "lora_rank",
+    "use_liger_kernel": "enable_liger_kernel",
     "lora_target_modules": "lora_target",
     "lora_modules_to_save": "additional_target",
     "modules_to_save": "additional_target",

@@ -1,6 +1,6 @@
 """Keys of LLaMA-Factory, Gym, Axolotl and the Hugging Face Trainer that gymjax knows and has no field for."""
 
-_FUSED = "the fused kernels for loss, norms, RoPE and SwiGLU are always on"
+_FUSED = "the fused kernels for loss, norms, RoPE and SwiGLU are on unless enable_liger_kernel: false"
 _ONE_PROCESS = "one process drives all local devices"
 _READ_IN_MEMORY = "rows are tokenized once and cached"
 
@@ -20,8 +20,6 @@ ACCEPTED: dict[str, str] = {
     "ddp_backend": _ONE_PROCESS,
     "local_rank": _ONE_PROCESS,
     "use_unsloth": _FUSED,
-    "enable_liger_kernel": _FUSED,
-    "use_liger_kernel": _FUSED,
     "lora_mlp_kernel": _FUSED,
     "lora_qkv_kernel": _FUSED,
     "lora_o_kernel": _FUSED,

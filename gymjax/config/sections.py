@@ -24,6 +24,7 @@ class ModelConfig:
     cache_dir: str | None = None  # where hub downloads go; None = huggingface_hub's own place
     rope_scaling: Literal["linear", "dynamic", "yarn", "llama3"] | None = None  # extends the context to cutoff_len
     flash_attn: Literal["auto", "fa", "cudnn", "disabled"] = "auto"  # fa = this project's kernel, disabled = XLA
+    enable_liger_kernel: bool = True  # ours: on; fused loss, norms, RoPE and gates; false = plain JAX, to compare
     quantization_bit: int | None = None  # 4 = frozen base in 4 bits
     quantization_type: Literal["nf4"] = "nf4"
     double_quantization: bool = True

@@ -62,31 +62,35 @@ class Block(nnx.Module):
         attention: Implementation | None,
         cache: LayerCache | None,
         counted_BT: Bool[Array, "B T"] | None,
+        fused_ops: bool = True,
     ) -> tuple[Float[Array, "B T D"], LayerCache | None, RouterStats | None]:
-        """One layer; see Attention for the cache, MoE for the tokens that are counted."""
+        """One layer; see Attention for the cache, MoE for the tokens that are counted, `layer_ops` for `fused_ops`."""
         attn_key, mlp_key = (None, None) if key is None else jax.random.split(key)
-        x_BTD, h_BTD = _branch(x_BTD, self.attn_norm, self.attn)
-        h_BTD, cache = self.attn(h_BTD, tables, segment_ids_BT, key=attn_key, implementation=attention, cache=cache)
-        x_BTD = checkpoint_name(self._add(x_BTD, h_BTD, self.attn_out_norm), "middle")
-        x_BTD, h_BTD = _branch(x_BTD, self.mlp_norm, self.mlp)
+        x_BTD, h_BTD = _branch(x_BTD, self.attn_norm, self.attn, fused_ops)
+        options = {"implementation": attention, "cache": cache, "fused_ops": fused_ops}
+        h_BTD, cache = self.attn(h_BTD, tables, segment_ids_BT, key=attn_key, **options)
+        x_BTD = checkpoint_name(self._add(x_BTD, h_BTD, self.attn_out_norm, fused_ops), "middle")
+        x_BTD, h_BTD = _branch(x_BTD, self.mlp_norm, self.mlp, fused_ops)
         stats = None
         if isinstance(self.mlp, MoE):
-            h_BTD, stats = self.mlp(h_BTD, mlp_key, counted_BT=counted_BT)
+            h_BTD, stats = self.mlp(h_BTD, mlp_key, counted_BT=counted_BT, fused_ops=fused_ops)
         else:
-            h_BTD = self.mlp(h_BTD, mlp_key)
-        return self._add(x_BTD, h_BTD, self.mlp_out_norm), cache, stats
+            h_BTD = self.mlp(h_BTD, mlp_key, fused_ops=fused_ops)
+        return self._add(x_BTD, h_BTD, self.mlp_out_norm, fused_ops), cache, stats
 
-    def _add(self, x_BTD: Array, h_BTD: Array, norm: RMSNorm | None) -> Array:
+    def _add(self, x_BTD: Array, h_BTD: Array, norm: RMSNorm | None, fused_ops: bool) -> Array:
         """The residual stream with a branch's output added."""
-        h_BTD = h_BTD if norm is None else norm(h_BTD)
+        h_BTD = h_BTD if norm is None else norm(h_BTD, fused_ops=fused_ops)
         return x_BTD + (h_BTD if self.residual_scale == 1 else _times(h_BTD, self.residual_scale))
 
 
-def _branch(x_BTD: Array, norm: RMSNorm | None, block: Attention | GatedMLP | MoE) -> tuple[Array, Array]:
+def _branch(
+    x_BTD: Array, norm: RMSNorm | None, block: Attention | GatedMLP | MoE, fused_ops: bool
+) -> tuple[Array, Array]:
     """The residual stream, and the block's input that leaves it here."""
     if norm is None:
         return x_BTD, x_BTD
-    return norm.branch(x_BTD, 0 if isinstance(block, MoE) else block.room(x_BTD))
+    return norm.branch(x_BTD, 0 if isinstance(block, MoE) else block.room(x_BTD), fused_ops=fused_ops)
 
 
 def _mlp(cfg: DecoderConfig, kind: LayerKind, *, dtype: jnp.dtype, leading: tuple[int, ...]) -> GatedMLP | MoE:

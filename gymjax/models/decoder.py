@@ -114,6 +114,7 @@ class Decoder(nnx.Module):
         remat: str = "none",
         attention: Implementation | None = None,
         counted_BT: Bool[Array, "B T"] | None = None,
+        fused_ops: bool = True,
     ) -> tuple[Float[Array, "B T D"], RouterStats | None]:
         """All layers and the final norm.
 
@@ -128,6 +129,7 @@ class Decoder(nnx.Module):
                 these joined by commas keep those, "offload" is "full" with the layers' inputs in the host's memory.
             attention: flash-attention implementation; None picks the fastest.
             counted_BT: tokens that count in the routers' statistics; None: none are made.
+            fused_ops: norms, rotations and gates as kernels with gradients of their own; False: as plain jnp.
 
         Returns:
             (hidden states after the final norm, statistics of every router, stacked over the layers that have one, or
@@ -142,8 +144,10 @@ class Decoder(nnx.Module):
         if positions_BT is None:
             positions_BT = jnp.arange(x_BTD.shape[1])[None]
         tables = self._tables(jnp.broadcast_to(positions_BT, x_BTD.shape[:2]), segment_ids_BT, context_B)
-        x_BTD, _, stats = self._layers(x_BTD, tables, segment_ids_BT, None, key, remat, attention, counted_BT)
-        return self.norm(x_BTD), stats
+        x_BTD, _, stats = self._layers(
+            x_BTD, tables, segment_ids_BT, None, key, remat, attention, counted_BT, fused_ops
+        )
+        return self.norm(x_BTD, fused_ops=fused_ops), stats
 
     def cached(
         self,
@@ -184,7 +188,7 @@ class Decoder(nnx.Module):
             lengths_BT = document_lengths(positions_BT, segment_ids_BT)
         return tuple(rope_tables(positions_BT, rope, self.cfg.head_dim, lengths_BT) for rope in self.cfg.ropes)
 
-    def _layers(self, x_BTD, tables, segment_ids_BT, cache, key, remat, attention, counted_BT):
+    def _layers(self, x_BTD, tables, segment_ids_BT, cache, key, remat, attention, counted_BT, fused_ops=True):
         """Every stack in turn; returns (states, (keys, values) of the stacks' caches, router statistics)."""
         run = functools.partial(
             _run_group,
@@ -193,6 +197,7 @@ class Decoder(nnx.Module):
             attention=attention,
             length=None if cache is None else cache.length,
             counted_BT=counted_BT,
+            fused_ops=fused_ops,
         )
         keys, values, stats = [], [], []
         for i, blocks in enumerate(self.stacks):
@@ -242,7 +247,7 @@ def _kept(remat: str) -> Callable[..., Any]:
     return jax.checkpoint_policies.save_only_these_names(*names)
 
 
-def _run_group(blocks, x_BTD, kv, *, layer, key, tables, segment_ids_BT, attention, length, counted_BT):
+def _run_group(blocks, x_BTD, kv, *, layer, key, tables, segment_ids_BT, attention, length, counted_BT, fused_ops):
     """One repetition of a stack's group of layers; `kv` is (keys, values) per layer of the group, or (None, None).
 
     Returns:
@@ -253,7 +258,13 @@ def _run_group(blocks, x_BTD, kv, *, layer, key, tables, segment_ids_BT, attenti
     for p, block in enumerate(blocks):
         cache = None if keys is None else LayerCache(keys[p], values[p], length, layer)
         block_key = None if key is None else jax.random.fold_in(key, p)
-        options = {"key": block_key, "attention": attention, "cache": cache, "counted_BT": counted_BT}
+        options = {
+            "key": block_key,
+            "attention": attention,
+            "cache": cache,
+            "counted_BT": counted_BT,
+            "fused_ops": fused_ops,
+        }
         x_BTD, cache, layer_stats = block(x_BTD, tables, segment_ids_BT, **options)
         caches.append(cache)
         stats.append(layer_stats)

@@ -13,9 +13,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 import pallas_kernels.flash_attention as flash
-import pallas_kernels.rope as rope_kernel
 from gymjax.nn.linear import Linear, project, room
 from gymjax.nn.norm import RMSNorm
+from gymjax.nn.ops import layer_ops
 from pallas_kernels import Implementation
 
 RopeTables = tuple[Float[Array, "B T R2"], Float[Array, "B T R2"]]
@@ -161,13 +161,17 @@ class Attention(nnx.Module):
         key: jax.Array | None = None,
         implementation: Implementation | None = None,
         cache: LayerCache | None = None,
+        fused_ops: bool = True,
     ) -> tuple[Float[Array, "B T D"], LayerCache | None]:
-        """Attends within segments; with a cache, T > 1 fills it from slot 0 and T = 1 continues from it."""
+        """Attends within segments; with a cache, T > 1 fills it from slot 0 and T = 1 continues from it.
+
+        `fused_ops` as in `layer_ops`.
+        """
         B, T, _ = x_BTD.shape
         keys = [None] * 4 if key is None else list(jax.random.split(key, 4))
-        q_BTNH, k_BTKH, v_BTKH = self._project(x_BTD, keys)
+        q_BTNH, k_BTKH, v_BTKH = self._project(x_BTD, keys, fused_ops)
         if self.rope is not None:
-            q_BTNH, k_BTKH = rope_kernel.rope(q_BTNH, k_BTKH, *tables[self.rope])
+            q_BTNH, k_BTKH = layer_ops(fused_ops).rope(q_BTNH, k_BTKH, *tables[self.rope])
         q_BTNH, k_BTKH = checkpoint_name(q_BTNH, "q"), checkpoint_name(k_BTKH, "k")
         options: dict[str, Any] = {"window": self.window, "scale": self.scale, "softcap": self.softcap}
         options["sinks"] = None if self.sinks is None else self.sinks.get_value()
@@ -191,7 +195,7 @@ class Attention(nnx.Module):
         """Columns behind the input that the block has a use for, see `linear.room`."""
         return room(x_BTD, (self.qkv,) if self.fused else (self.q, self.k, self.v))
 
-    def _project(self, x_BTD: Float[Array, "B T D"], keys) -> tuple[Array, Array, Array]:
+    def _project(self, x_BTD: Float[Array, "B T D"], keys, fused_ops: bool) -> tuple[Array, Array, Array]:
         """q, k and v by heads, normalised and clipped but not rotated."""
         B, T, _ = x_BTD.shape
         if self.fused:
@@ -200,10 +204,10 @@ class Attention(nnx.Module):
         else:
             q, k, v = project(x_BTD, (self.q, self.k, self.v), keys[:3])
         if self.qk_norm == "projection":
-            q, k = self.q_norm(q), self.k_norm(k)
+            q, k = self.q_norm(q, fused_ops=fused_ops), self.k_norm(k, fused_ops=fused_ops)
         q_BTNH, k_BTKH, v_BTKH = (part.reshape(B, T, -1, self.head_dim) for part in (q, k, v))
         if self.qk_norm == "head":
-            q_BTNH, k_BTKH = self.q_norm(q_BTNH), self.k_norm(k_BTKH)
+            q_BTNH, k_BTKH = self.q_norm(q_BTNH, fused_ops=fused_ops), self.k_norm(k_BTKH, fused_ops=fused_ops)
         if self.clip is not None:
             q_BTNH, k_BTKH, v_BTKH = (jnp.clip(part, -self.clip, self.clip) for part in (q_BTNH, k_BTKH, v_BTKH))
         return q_BTNH, k_BTKH, checkpoint_name(v_BTKH, "v")

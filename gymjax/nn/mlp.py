@@ -8,8 +8,9 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-import pallas_kernels.swiglu as kernel
 from gymjax.nn.linear import Linear, project, room
+from gymjax.nn.ops import layer_ops
+from pallas_kernels.swiglu import Activation
 
 CHUNK = 16384
 """Tokens of a row that go through a block at a time, at most.
@@ -32,7 +33,7 @@ class GatedMLP(nnx.Module):
         ffn_width: int,
         *,
         use_bias: bool,
-        activation: kernel.Activation = "silu",
+        activation: Activation = "silu",
         fused: bool = False,
         dtype: jnp.dtype,
         leading: tuple[int, ...] = (),
@@ -44,19 +45,21 @@ class GatedMLP(nnx.Module):
             self.gate = Linear(width, ffn_width, **options)
             self.up = Linear(width, ffn_width, **options)
         self.down = Linear(ffn_width, width, **options)
-        self.activation: kernel.Activation = activation
+        self.activation: Activation = activation
         self.fused = fused
 
-    def __call__(self, x_BTD: Float[Array, "B T D"], key: jax.Array | None = None) -> Float[Array, "B T D"]:
-        """Applies the block; `key` feeds the projections' adapters."""
+    def __call__(
+        self, x_BTD: Float[Array, "B T D"], key: jax.Array | None = None, *, fused_ops: bool = True
+    ) -> Float[Array, "B T D"]:
+        """Applies the block; `key` feeds the projections' adapters, `fused_ops` as in `layer_ops`."""
         B, T, D = x_BTD.shape
         chunks = -(-T // CHUNK)
         if chunks <= 1:
-            return self._apply(x_BTD, key)
+            return self._apply(x_BTD, key, fused_ops)
         padded_BTD = jnp.pad(x_BTD, ((0, 0), (0, -T % chunks), (0, 0)))
         chunks_NBCD = jnp.moveaxis(padded_BTD.reshape(B, chunks, -1, D), 1, 0)
         keys = None if key is None else jax.random.split(key, chunks)
-        apply = jax.checkpoint(lambda chunk: self._apply(*chunk), prevent_cse=False)
+        apply = jax.checkpoint(lambda chunk: self._apply(chunk[0], chunk[1], fused_ops), prevent_cse=False)
         return jnp.moveaxis(jax.lax.map(apply, (chunks_NBCD, keys)), 0, 1).reshape(B, -1, D)[:, :T]
 
     def room(self, x_BTD: Float[Array, "B T D"]) -> int:
@@ -64,11 +67,11 @@ class GatedMLP(nnx.Module):
         layers = (self.gate_up,) if self.fused else (self.gate, self.up)
         return 0 if x_BTD.shape[1] > CHUNK else room(x_BTD, layers)
 
-    def _apply(self, x_BTD: Float[Array, "B T D"], key: jax.Array | None) -> Float[Array, "B T D"]:
+    def _apply(self, x_BTD: Float[Array, "B T D"], key: jax.Array | None, fused_ops: bool) -> Float[Array, "B T D"]:
         keys = [None] * 3 if key is None else list(jax.random.split(key, 3))
         if self.fused:
             gate_BTF, up_BTF = jnp.split(self.gate_up(x_BTD, keys[0]), 2, axis=-1)
         else:
             gate_BTF, up_BTF = project(x_BTD, (self.gate, self.up), keys[:2])
         gate_BTF, up_BTF = checkpoint_name(gate_BTF, "gate"), checkpoint_name(up_BTF, "up")
-        return self.down(kernel.swiglu(gate_BTF, up_BTF, activation=self.activation), keys[2])
+        return self.down(layer_ops(fused_ops).swiglu(gate_BTF, up_BTF, activation=self.activation), keys[2])

@@ -12,9 +12,9 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
-import pallas_kernels.swiglu as kernel
 from gymjax.nn.linear import Linear
 from gymjax.nn.mlp import GatedMLP
+from gymjax.nn.ops import layer_ops
 from gymjax.nn.routing import Dispatch, RouterStats, combine, dispatch, route, router_logits, router_stats, scatter
 from pallas_kernels.grouped_matmul import GroupedLayer, grouped_layers
 from pallas_kernels.lora_linear import LOW_NAME
@@ -142,6 +142,7 @@ class MoE(nnx.Module):
         key: jax.Array | None = None,
         *,
         counted_BT: Bool[Array, "B T"] | None = None,
+        fused_ops: bool = True,
     ) -> tuple[Float[Array, "B T D"], RouterStats | None]:
         """Applies the block.
 
@@ -149,15 +150,16 @@ class MoE(nnx.Module):
             x_BTD: tokens.
             key: feeds the adapters of the router and the shared expert.
             counted_BT: tokens that count in the statistics; None: none are made.
+            fused_ops: as in `layer_ops`.
         """
         keys = [None] * 3 if key is None else jax.random.split(key, 3)
         x_MD = x_BTD.reshape(-1, x_BTD.shape[-1])
         logits_ME = self._logits(x_MD, keys[0])
         expert_Mk, weight_Mk = route(logits_ME, self.cfg.top_k, renormalize=self.cfg.renormalize)
-        y_BTD = self._experts(x_MD, expert_Mk, weight_Mk).reshape(x_BTD.shape)
+        y_BTD = self._experts(x_MD, expert_Mk, weight_Mk, fused_ops).reshape(x_BTD.shape)
         if self.shared is not None and self.shared_gate is not None:
             open_BT1 = jax.nn.sigmoid(self.shared_gate(x_BTD, keys[1]).astype(jnp.float32))
-            y_BTD = y_BTD + (open_BT1 * self.shared(x_BTD, keys[2])).astype(y_BTD.dtype)
+            y_BTD = y_BTD + (open_BT1 * self.shared(x_BTD, keys[2], fused_ops=fused_ops)).astype(y_BTD.dtype)
         stats = None if counted_BT is None else router_stats(logits_ME, expert_Mk, counted_BT.reshape(-1))
         return y_BTD, stats
 
@@ -168,7 +170,7 @@ class MoE(nnx.Module):
             return self.router(x_MD.astype(jnp.float32), key)
 
     def _experts(
-        self, x_MD: Float[Array, "M D"], expert_Mk: Int[Array, "M k"], weight_Mk: Float[Array, "M k"]
+        self, x_MD: Float[Array, "M D"], expert_Mk: Int[Array, "M k"], weight_Mk: Float[Array, "M k"], fused_ops: bool
     ) -> Float[Array, "M D"]:
         to = dispatch(expert_Mk, self.cfg.experts)
 
@@ -176,7 +178,7 @@ class MoE(nnx.Module):
             rows = scatter(x_MD, to)
             gate, up = apply_experts(rows, (self.gate, self.up), to)
             gate, up = checkpoint_name(gate, "gate"), checkpoint_name(up, "up")
-            activation = self.cfg.activation or kernel.swiglu
+            activation = self.cfg.activation or layer_ops(fused_ops).swiglu
             weight = weight_Mk[to.token, to.copy][:, None]
             hidden = (activation(gate, up).astype(jnp.float32) * weight).astype(x_MD.dtype)
             return combine(apply_experts(hidden, (self.down,), to, weight)[0], to)

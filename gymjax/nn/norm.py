@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-import pallas_kernels.rms_norm as kernel
+from gymjax.nn.ops import layer_ops
 
 
 class RMSNorm(nnx.Module):
@@ -19,16 +19,18 @@ class RMSNorm(nnx.Module):
         self.scale = nnx.Param(jnp.full((*leading, width), 1.0 - offset, dtype))
         self.eps, self.offset = eps, offset
 
-    def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
-        """Normalises in f32 and returns x.dtype."""
-        return kernel.rms_norm(x, self._scale(), eps=self.eps)
+    def __call__(self, x: Float[Array, "*B D"], *, fused_ops: bool = True) -> Float[Array, "*B D"]:
+        """Normalises in f32 and returns x.dtype; `fused_ops` as in `layer_ops`."""
+        return layer_ops(fused_ops).rms_norm(x, self._scale(), eps=self.eps)
 
-    def branch(self, x: Float[Array, "*B D"], room: int = 0) -> tuple[Float[Array, "*B D"], Float[Array, "*B D+room"]]:
+    def branch(
+        self, x: Float[Array, "*B D"], room: int = 0, *, fused_ops: bool = True
+    ) -> tuple[Float[Array, "*B D"], Float[Array, "*B D+room"]]:
         """x and the normalised x, for a residual stream that goes on with the former: gradients meet in the norm's.
 
-        `room` columns are left behind the second, see rms_norm.
+        `room` columns are left behind the second by the kernel (`fused_ops`, see `layer_ops`), none without it.
         """
-        return kernel.rms_norm_residual(x, self._scale(), eps=self.eps, room=room)
+        return layer_ops(fused_ops).rms_norm_residual(x, self._scale(), eps=self.eps, room=room)
 
     def _scale(self) -> Float[Array, " D"]:
         scale = self.scale.get_value()

@@ -77,9 +77,24 @@ def due(when: str | None, every: int | None, step: int, steps_per_epoch: int, to
 
 
 def run_steps(
-    run: Run, state: TrainState, progress: Progress, log: RunLog, checkpoints: Checkpoints, stop: threading.Event
+    run: Run,
+    state: TrainState,
+    programs: dict[tuple[int, ...], Program],
+    progress: Progress,
+    log: RunLog,
+    checkpoints: Checkpoints,
+    stop: threading.Event,
 ) -> tuple[TrainState, bool]:
     """Trains from state.step to the end, or to an early or requested stop.
+
+    Args:
+        run: what stays the same.
+        state: before the first step; its buffers are donated.
+        programs: the step by the shape of its tokens; shapes that are missing are compiled and added.
+        progress: so far.
+        log: of the run.
+        checkpoints: of the run.
+        stop: set when the run is to save and end.
 
     Returns:
         (state, whether a stop request ended it).
@@ -90,7 +105,6 @@ def run_steps(
     train, total = run.config.train, run.total_steps
     step = jit_step(run.graphdef, run.optimizer, run.settings, state)
     evaluate = _evaluator(run)
-    programs: dict[tuple[int, ...], Program] = {}
     done = saved = int(state.step)
     while done < total and not stop.is_set():
         _profile(train, progress, done)

@@ -13,7 +13,7 @@ from gymjax.config import Config
 from gymjax.dtypes import policy
 from gymjax.models.decoder import Decoder
 from gymjax.optim.build import build
-from gymjax.training.compile import compile_program, describe_program, jit_step, use_compile_cache
+from gymjax.training.compile import Program, compile_program, describe_program, jit_step, use_compile_cache
 from gymjax.training.inputs import Inputs, open_inputs, planned_steps
 from gymjax.training.mesh import batch_sharding, batch_shards, sharded_shapes
 from gymjax.training.metrics import GIB, device_memory_gib
@@ -74,6 +74,24 @@ def plan_run(config: Config, inputs: Inputs) -> Plan:
     return choose(work, wanted, None if limit is None else int(limit * GIB))
 
 
+def compile_planned(config: Config, inputs: Inputs, plan: Plan) -> tuple[tuple[int, ...], Program]:
+    """Compiles the step for the longest rows from shapes alone.
+
+    Done before weights are loaded, what the compiler tries out on the device does not lie beside them.
+
+    Returns:
+        (shape of the step's tokens, its program).
+    """
+    work, mesh = plan.work, inputs.mesh
+    step = jit_step(work.graphdef, _optimizer(config, inputs, work.state.params), plan.settings, work.state)
+    sharding = batch_sharding(mesh, 1)
+    batch = {
+        name: jax.ShapeDtypeStruct((work.accumulation, *leaf.shape), leaf.dtype, sharding=sharding)
+        for name, leaf in abstract_batch(work.rows * batch_shards(mesh), work.length).items()
+    }
+    return batch["tokens"].shape, compile_program(step, work.state, work.frozen, batch)
+
+
 def show_plan(config: Config) -> tuple[list[str], bool]:
     """What `plan_only` prints: the plan, and the compiler's own analysis where it fits; nothing is loaded or written.
 
@@ -86,15 +104,8 @@ def show_plan(config: Config) -> tuple[list[str], bool]:
     lines = describe(plan)
     if not plan.fits:
         return [*lines, refusal(plan)], False
-    work, mesh = plan.work, inputs.mesh
-    step = jit_step(work.graphdef, _optimizer(config, inputs, work.state.params), plan.settings, work.state)
-    sharding = batch_sharding(mesh, 1)
-    batch = {
-        name: jax.ShapeDtypeStruct((work.accumulation, *leaf.shape), leaf.dtype, sharding=sharding)
-        for name, leaf in abstract_batch(work.rows * batch_shards(mesh), work.length).items()
-    }
-    program = compile_program(step, work.state, work.frozen, batch)
+    shape, program = compile_planned(config, inputs, plan)
     if program.peak_gib is not None:
         share = plan.memory.peak / GIB / program.peak_gib - 1
         lines.append(f"  {'by the compiler':<28} {program.peak_gib:8.3f} GiB (the plan is {share:+.1%} off)")
-    return [*lines, describe_program(program, batch["tokens"].shape)], True
+    return [*lines, describe_program(program, shape)], True

@@ -240,4 +240,5 @@ def step_settings(config: Config, *, dropout: bool, packed: bool) -> StepSetting
         router_z_loss_coef=config.train.router_z_loss_coef or 0.0,
         dropout=dropout,
         packed=packed,
+        fused_ops=config.model.enable_liger_kernel,
     )

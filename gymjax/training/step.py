@@ -57,6 +57,7 @@ class StepSettings:
             padding at its right, and attention needs no segments.
         moe_aux_loss_coef: of the routers' load-balancing loss.
         router_z_loss_coef: of the routers' z-loss.
+        fused_ops: whether loss, norms, rotations and gates are kernels with gradients of their own, or plain jnp.
     """
 
     seed: int
@@ -68,6 +69,7 @@ class StepSettings:
     packed: bool = True
     moe_aux_loss_coef: float = 0.0
     router_z_loss_coef: float = 0.0
+    fused_ops: bool = True
 
 
 def split_model(model: nnx.Module) -> tuple[nnx.GraphDef, nnx.State, nnx.State]:
@@ -111,6 +113,7 @@ def batch_loss(
         remat="none" if key is None else settings.remat,
         attention=settings.attention,
         counted_BT=None if key is None else batch["segment_ids"] != 0,
+        fused_ops=settings.fused_ops,
     )
     adapted_head = model.head is not None and model.head.adapter is not None
     frozen_head = not adapted_head and not isinstance(model.head_variable(), Trained)
@@ -122,6 +125,7 @@ def batch_loss(
         frozen_head=frozen_head,
         logit_scale=model.cfg.logit_scale,
         logit_softcap=model.cfg.logit_softcap,
+        fused_ops=settings.fused_ops,
     )
     return loss, stats
 

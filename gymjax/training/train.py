@@ -13,7 +13,7 @@ from gymjax.checkpoint.adapter_base import RESIDUAL
 from gymjax.checkpoint.train_state import Checkpoints
 from gymjax.config import Config, check_output_dir, check_trainable, describe
 from gymjax.models.decoder import Decoder
-from gymjax.training.compile import use_compile_cache
+from gymjax.training.compile import describe_program, use_compile_cache
 from gymjax.training.inputs import open_inputs
 from gymjax.training.interrupt import stop_requests
 from gymjax.training.logs import RunLog
@@ -28,7 +28,7 @@ from gymjax.training.outputs import (
     write_results,
 )
 from gymjax.training.plan import refuse_if_too_large
-from gymjax.training.planning import plan_run
+from gymjax.training.planning import compile_planned, plan_run
 from gymjax.training.plotting import plot_losses
 from gymjax.training.report import before_training
 from gymjax.training.setup import Run, set_up
@@ -74,6 +74,7 @@ def train(config: Config) -> TrainResult:
     inputs = open_inputs(config)
     plan = plan_run(config, inputs)
     refuse_if_too_large(plan)
+    shape, program = compile_planned(config, inputs, plan)
     run, state = set_up(config, inputs, plan)
     folder = Path(config.train.output_dir)
     checkpoints = Checkpoints(folder, config.train.save_total_limit)
@@ -96,10 +97,10 @@ def train(config: Config) -> TrainResult:
     )
     started = time.perf_counter()
     try:
-        for line in [*before_training(run, state), *resumed]:
+        for line in [*before_training(run, state), *resumed, describe_program(program, shape)]:
             log.say(line)
         with stop_requests() as stop:
-            state, interrupted = run_steps(run, state, progress, log, checkpoints, stop)
+            state, interrupted = run_steps(run, state, {shape: program}, progress, log, checkpoints, stop)
         checkpoints.wait()
         if not interrupted and config.train.load_best_model_at_end and progress.best.step:
             state = _restore_best(run, state, progress, checkpoints, log)

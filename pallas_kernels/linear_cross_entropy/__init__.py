@@ -1,5 +1,6 @@
 """Cross-entropy of a linear head, without the logits of all tokens in memory."""
 
-from pallas_kernels.linear_cross_entropy.api import explain, linear_cross_entropy
+from pallas_kernels._int8 import Int8Weight, pack_int8
+from pallas_kernels.linear_cross_entropy.api import TokenMetrics, explain, linear_cross_entropy, logprob
 
-__all__ = ["explain", "linear_cross_entropy"]
+__all__ = ["Int8Weight", "TokenMetrics", "explain", "linear_cross_entropy", "logprob", "pack_int8"]

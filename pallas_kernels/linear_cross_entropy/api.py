@@ -1,67 +1,139 @@
 """Public linear cross-entropy: argument checks and the gradient's wiring."""
 
 from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import Implementation, _dispatch
-from pallas_kernels.linear_cross_entropy import reference
+from pallas_kernels._int8 import Int8Weight, unpack_int8
+from pallas_kernels.linear_cross_entropy import checks, reference
 from pallas_kernels.nf4_linear import NF4Weight, dense
 
 _REFUSALS: _dispatch.Refusals = {"xla": None}
 
 
+class TokenMetrics(NamedTuple):
+    """Of each token, without gradients; ignored tokens have them too.
+
+    Attributes:
+        correct: whether the label has the largest logit (the first of equals counts).
+        entropy: of softmax(logits), f32, in nats.
+    """
+
+    correct: Bool[Array, "*B T"]
+    entropy: Float[Array, "*B T"]
+
+
 def linear_cross_entropy(
     x: Float[Array, "*B T D"],
-    head: Float[Array, "V D"] | NF4Weight,
+    head: Float[Array, "V D"] | NF4Weight | Int8Weight,
     labels: Int[Array, "*B T"],
     *,
+    bias: Float[Array, " V"] | None = None,
+    weights: Float[Array, "*B T"] | None = None,
     frozen_head: bool = False,
-    chunk_tokens: int = 2048,
+    reduction: Literal["none", "sum"] = "none",
+    chunk_tokens: int = 512,
+    group_tokens: int | None = None,
     ignore_index: int = -100,
     scale: float = 1.0,
     softcap: float | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    metrics: bool = False,
     implementation: Implementation | None = None,
-) -> Float[Array, "*B T"]:
-    """Negative log-likelihood of each token under `softmax(scale * x @ head.T)`, never holding (B, T, V).
+) -> Float[Array, "*B T"] | Float[Array, ""] | tuple[Array, TokenMetrics]:
+    """Cross-entropy of each token under `softmax(scale * (x @ head.T + bias))`, never holding (B, T, V).
 
-    `logsumexp(z) - z[label]` with `z = scale * x @ head.T`, or `softcap * tanh(z / softcap)` in its place (arXiv
-    2408.00118, section 2), logits and reductions in f32, over chunks of the T axis. With V the
-    vocabulary and M = B*T: a frozen head takes 4*M*D*V operations, as dL/dx is computed in the forward pass and kept in
-    x.dtype; a trained one takes 8*M*D*V, as the backward pass computes each chunk's logits again and sums the head's
-    gradient in f32. So do not put jax.checkpoint around a frozen head's loss: it would do the work twice.
-    The gradient multiplies d(logits) in x.dtype, as a dense bf16 head does. Source: arXiv 2410.10989, section 3.2.
+    With logits z, or `softcap * tanh(z / softcap)` in their place (arXiv 2408.00118, section 2), and
+    l = logsumexp(z), a token's loss is
+    `l - (1 - label_smoothing) * z[label] - label_smoothing * mean(z) + z_loss * l**2`
+    (arXiv 1512.00567, section 7; arXiv 2204.02311, section 5), logits and reductions in f32, over chunks of the T axis.
+
+    With M = B*T, a frozen head takes 4*M*D*V operations, as dL/dx is computed in the forward pass and kept in x.dtype.
+    A trained one takes 6*M*D*V with reduction="sum", whose gradients are all computed in the forward pass, the head's
+    summed and kept in f32; 8*M*D*V with "none", where each token's weight in the gradient is known in the backward
+    pass only, which computes the logits again. So do not put jax.checkpoint around it: it would do the work twice.
+    The gradient multiplies d(logits) in x.dtype, as a dense bf16 head does. No small term of the softmax is left out.
+    Source: arXiv 2410.10989, section 3.2.
 
     Args:
         x: hidden states, f32, bf16 or f16, any leading axes; they may be sharded over the leading axes.
-        head: output weight, cast to x.dtype for the product; its gradient has its own dtype.
+        head: output weight (V, D), as a tied embedding is stored, cast to x.dtype for the product; its gradient has
+            its own dtype.
         labels: int32 index of the token to predict; a label outside [0, V) that is not ignore_index is an error,
             found here where labels are concrete, and shown as a loss of NaN under jit.
-        frozen_head: promise that the head needs no gradient (it gets none). An NF4Weight needs it.
+        bias: added to the products, in f32; trained where the head is.
+        weights: f32 factor on each token's loss; a constant, without gradient.
+        frozen_head: promise that head and bias need no gradient (they get none). A packed head needs it.
+        reduction: "sum" adds the weighted losses up, "none" returns them token by token.
         chunk_tokens: about how many tokens' logits exist at a time (4 * V bytes each); at least one token of each row.
+        group_tokens: about how many tokens' d(logits) in x.dtype do, and so the rows of the gradient's products; None
+            for chunk_tokens, or twice that where a head is trained.
         ignore_index: label of tokens whose loss is 0 and whose gradient is exactly 0.
-        scale: factor on the logits.
+        scale: factor on the logits; one over the temperature.
         softcap: bound on the logits, after the factor; None for no bound.
+        label_smoothing: share of the target that is spread over the whole vocabulary.
+        z_loss: weight of the squared log-sum-exp.
+        metrics: whether to return TokenMetrics too, at the price of two more passes over the logits.
         implementation: "xla", or None for the fastest that accepts the arguments on this device.
 
     Returns:
-        The f32 loss of each token, in nats.
+        The f32 loss, in nats: one for each token, or their sum; with `metrics` a pair of it and the TokenMetrics.
 
     Raises:
-        ValueError: shapes or dtypes do not fit together, a concrete label is out of range, chunk_tokens < 1,
-            softcap is not above 0, or an NF4 head is not declared frozen.
+        ValueError: shapes or dtypes do not fit together, a concrete label is out of range, a number is out of its
+            range, or a packed head is not declared frozen.
         NotImplementedError: the named implementation does not exist for this operation.
     """
-    _check(x, head, labels, frozen_head, chunk_tokens, softcap)
-    _check_labels(labels, head.shape[0], ignore_index)
+    checks.arrays(x, head, labels, bias, weights)
+    checks.packed(head, frozen_head)
+    checks.numbers(chunk_tokens, group_tokens, softcap, label_smoothing, z_loss, reduction)
+    checks.known_labels(labels, head.shape[0], ignore_index)
     _dispatch.choose("linear_cross_entropy", implementation, _REFUSALS)
+    group_tokens = chunk_tokens * (1 if frozen_head else 2) if group_tokens is None else group_tokens
+    how = reference.Settings(
+        chunk_tokens, group_tokens, ignore_index, float(scale), softcap, label_smoothing, z_loss, metrics
+    )
+    if weights is not None:
+        weights = jax.lax.stop_gradient(weights.astype(jnp.float32))
     if labels.size == 0:
-        return jnp.zeros(labels.shape, jnp.float32)
-    how = reference.Settings(chunk_tokens, ignore_index, scale, softcap)
-    return (_frozen if frozen_head else _trained)(how, x, head, labels)
+        nothing = jnp.zeros(labels.shape, jnp.float32)
+        loss, found = nothing.sum() if reduction == "sum" else nothing, TokenMetrics(nothing > 0, nothing)
+    elif reduction == "sum":
+        loss, found = _summed(how, not frozen_head, x, (head, bias), labels, weights)
+    else:
+        loss, found = (_frozen if frozen_head else _trained)(how, x, (head, bias), labels)
+        loss = loss if weights is None else loss * weights
+    return (loss, found) if metrics else loss
+
+
+def logprob(
+    x: Float[Array, "*B T D"], head: Float[Array, "V D"] | NF4Weight | Int8Weight, labels: Int[Array, "*B T"], **options
+) -> Float[Array, "*B T"]:
+    """Log-probability of each label under `softmax(scale * x @ head.T)`, for losses of preferences and of rewards.
+
+    Args:
+        x: hidden states.
+        head: output weight.
+        labels: token whose log-probability is wanted; ignore_index gives 0 and no gradient.
+        options: bias, frozen_head, chunk_tokens, group_tokens, ignore_index, scale, softcap, implementation: those of
+            `linear_cross_entropy`.
+
+    Returns:
+        The f32 log-probabilities, differentiable by x and, unless it is frozen, by the head.
+
+    Raises:
+        TypeError: an option that would make it something else than a log-probability.
+        ValueError, NotImplementedError: as linear_cross_entropy.
+    """
+    if wrong := {"weights", "reduction", "label_smoothing", "z_loss", "metrics"} & set(options):
+        raise TypeError(f"logprob: {', '.join(sorted(wrong))} belong to linear_cross_entropy; leave them out")
+    loss: Any = linear_cross_entropy(x, head, labels, **options)
+    return -loss
 
 
 def explain() -> str:
@@ -69,75 +141,85 @@ def explain() -> str:
     return _dispatch.explain("linear_cross_entropy", _REFUSALS)
 
 
-def _check(
-    x: Array, head: Array | NF4Weight, labels: Array, frozen_head: bool, chunk_tokens: int, softcap: float | None
-) -> None:
-    if x.ndim < 2 or len(head.shape) != 2 or x.shape[-1] != head.shape[1]:
-        raise ValueError(
-            f"linear_cross_entropy: x must be (*B, T, D) and head (V, D) of one width; got {x.shape} and {head.shape}"
-        )
-    if labels.shape != x.shape[:-1] or not jnp.issubdtype(labels.dtype, jnp.integer):
-        raise ValueError(
-            f"linear_cross_entropy: labels must be integers of shape {x.shape[:-1]}; got {labels.dtype}{labels.shape}"
-        )
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise ValueError(f"linear_cross_entropy: x must be floating-point; got {x.dtype}")
-    if isinstance(head, NF4Weight) and not frozen_head:
-        raise ValueError("linear_cross_entropy: an NF4 head has no gradient; got frozen_head=False, pass True")
-    if chunk_tokens < 1:
-        raise ValueError(f"linear_cross_entropy: chunk_tokens must be at least 1; got {chunk_tokens}")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"linear_cross_entropy: softcap must be above 0, or None for no bound; got {softcap}")
+_Head = tuple[Any, Array | None]
 
 
-def _check_labels(labels: Array, vocabulary: int, ignore_index: int) -> None:
-    if isinstance(labels, jax.core.Tracer):
-        return
-    known = np.asarray(labels).reshape(-1)  # numpy, because jnp would trace even constants inside jit
-    outside = (known != ignore_index) & ((known < 0) | (known >= vocabulary))
-    if outside.any():
-        first = int(outside.argmax())
-        raise ValueError(
-            f"linear_cross_entropy: labels must be in [0, {vocabulary}) or {ignore_index}; "
-            f"got {known[first]} at flat position {first}"
-        )
+def _dense(x: Array, head: _Head) -> reference.Head:
+    weight, bias = head
+    return reference.Head(
+        unpack_int8(weight, x.dtype) if isinstance(weight, Int8Weight) else dense(weight, x.dtype), bias
+    )
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _frozen(how: reference.Settings, x: Array, head: Array | NF4Weight, labels: Array) -> Array:
-    return reference.forward(x, dense(head, x.dtype), labels, how)[0]
+def _metrics(outcome: reference.Outcome) -> TokenMetrics | None:
+    if outcome.correct is None or outcome.entropy is None:
+        return None
+    return TokenMetrics(outcome.correct, outcome.entropy)
 
 
-def _frozen_fwd(how: reference.Settings, x: Array, head: Array | NF4Weight, labels: Array) -> tuple[Array, Array]:
-    return reference.forward_and_dx(x, dense(head, x.dtype), labels, how)
+def _head_gradient(head: _Head, grads: reference.Gradients, factor: Array | float = 1.0) -> _Head:
+    """In the dtypes of a trained head and its bias, from the sums in f32."""
+
+    def cast(grad: Any, like: Any) -> Any:
+        return None if grad is None else (grad * factor).astype(like.dtype)
+
+    return cast(grads.weight, head[0]), cast(grads.bias, head[1])
 
 
-def _frozen_bwd(how: reference.Settings, dx: Array, dloss: Array) -> tuple[Array, None, None]:
+def _forward(how: reference.Settings, x: Array, head: _Head, labels: Array) -> tuple[Array, TokenMetrics | None]:
+    outcome = reference.forward(x, _dense(x, head), labels, how)
+    return outcome.loss, _metrics(outcome)
+
+
+_frozen = partial(jax.custom_vjp, nondiff_argnums=(0,))(_forward)
+
+
+def _frozen_fwd(how: reference.Settings, x: Array, head: _Head, labels: Array):
+    outcome, grads = reference.forward_and_gradients(x, _dense(x, head), labels, None, how, trained=False)
+    return (outcome.loss, _metrics(outcome)), grads.x
+
+
+def _frozen_bwd(how: reference.Settings, dx: Array, cotangents: tuple[Array, Any]):
     del how
-    return (dx.astype(jnp.float32) * dloss[..., None]).astype(dx.dtype), None, None
+    return (dx.astype(jnp.float32) * cotangents[0][..., None]).astype(dx.dtype), None, None
 
 
 _frozen.defvjp(_frozen_fwd, _frozen_bwd)
+_trained = partial(jax.custom_vjp, nondiff_argnums=(0,))(_forward)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _trained(how: reference.Settings, x: Array, head: Array, labels: Array) -> Array:
-    return reference.forward(x, dense(head, x.dtype), labels, how)[0]
+def _trained_fwd(how: reference.Settings, x: Array, head: _Head, labels: Array):
+    outcome = reference.forward(x, _dense(x, head), labels, how)
+    return (outcome.loss, _metrics(outcome)), (x, head, labels, outcome.lse)
 
 
-def _trained_fwd(
-    how: reference.Settings, x: Array, head: Array, labels: Array
-) -> tuple[Array, tuple[Array, Array, Array, Array]]:
-    loss, lse = reference.forward(x, dense(head, x.dtype), labels, how)
-    return loss, (x, head, labels, lse)
-
-
-def _trained_bwd(
-    how: reference.Settings, residuals: tuple[Array, Array, Array, Array], dloss: Array
-) -> tuple[Array, Array, None]:
+def _trained_bwd(how: reference.Settings, residuals: tuple, cotangents: tuple[Array, Any]):
     x, head, labels, lse = residuals
-    dx, dhead = reference.backward(x, dense(head, x.dtype), labels, lse, dloss, how)
-    return dx, dhead.astype(head.dtype), None
+    grads = reference.backward(x, _dense(x, head), labels, lse, cotangents[0], how)
+    return grads.x, _head_gradient(head, grads), None
 
 
 _trained.defvjp(_trained_fwd, _trained_bwd)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _summed(
+    how: reference.Settings, trained: bool, x: Array, head: _Head, labels: Array, weights: Array | None
+) -> tuple[Array, TokenMetrics | None]:
+    loss, found = _forward(how, x, head, labels)
+    return jnp.sum(loss if weights is None else loss * weights), found
+
+
+def _summed_fwd(how: reference.Settings, trained: bool, x: Array, head: _Head, labels: Array, weights: Array | None):
+    outcome, grads = reference.forward_and_gradients(x, _dense(x, head), labels, weights, how, trained=trained)
+    loss = jnp.sum(outcome.loss if weights is None else outcome.loss * weights)
+    return (loss, _metrics(outcome)), (grads, head if trained else None)
+
+
+def _summed_bwd(how: reference.Settings, trained: bool, residuals: tuple, cotangents: tuple[Array, Any]):
+    (grads, head), dloss = residuals, cotangents[0]
+    dx = (grads.x.astype(jnp.float32) * dloss).astype(grads.x.dtype)
+    return dx, _head_gradient(head, grads, dloss) if trained else None, None, None
+
+
+_summed.defvjp(_summed_fwd, _summed_bwd)

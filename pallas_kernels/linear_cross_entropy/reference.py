@@ -1,16 +1,19 @@
 """Cross-entropy of a linear head in plain jnp, one chunk of tokens at a time.
 
 Chunks are cut from the T axis by dynamic slices inside a scan, so the leading axes keep their sharding. At any time
-the logits of one chunk exist, in f32: about chunk_tokens * V values.
+the logits of one chunk exist in f32, about chunk_tokens * V values, and the gradients by the products of a group of
+chunks in x.dtype, about group_tokens * V: matrix products over few tokens are slow, f32 logits of many are large.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,113 +21,241 @@ class Settings:
     """What of a call is static: see linear_cross_entropy for the fields."""
 
     chunk_tokens: int
+    group_tokens: int
     ignored: int
     scale: float
     softcap: float | None
+    smoothing: float
+    z_loss: float
+    metrics: bool
 
 
-def forward(
-    x: Float[Array, "*B T D"], head: Float[Array, "V D"], labels: Int[Array, "*B T"], how: Settings
-) -> tuple[Float[Array, "*B T"], Float[Array, "*B T"]]:
-    """Return each token's negative log-likelihood (0 where ignored) and log-sum-exp."""
+class Outcome(NamedTuple):
+    """What the forward pass knows of each token; correct and entropy are None where no metrics are asked for."""
 
-    def body(carry: None, start: Int[Array, ""], size: int) -> tuple[None, tuple[Array, Array]]:
-        labels_BC = _cut(labels, start, size)
-        return carry, _loss(_logits(_cut(x, start, size, axis=-2), head, how), labels_BC, how.ignored)
-
-    _, (loss, lse) = _scan(body, None, labels.shape, how.chunk_tokens)
-    return loss, lse
+    loss: Float[Array, "*B T"]
+    lse: Float[Array, "*B T"]
+    correct: Bool[Array, "*B T"] | None
+    entropy: Float[Array, "*B T"] | None
 
 
-def forward_and_dx(
-    x: Float[Array, "*B T D"], head: Float[Array, "V D"], labels: Int[Array, "*B T"], how: Settings
-) -> tuple[Float[Array, "*B T"], Float[Array, "*B T D"]]:
-    """Return each token's negative log-likelihood and its gradient by x, in x.dtype, from one pass over the logits."""
+class Head(NamedTuple):
+    """The dense head in x.dtype and its bias, if any."""
 
-    def body(dx: Array, start: Int[Array, ""], size: int) -> tuple[Array, tuple[Array]]:
-        labels_BC = _cut(labels, start, size)
-        logits_BCV = _logits(_cut(x, start, size, axis=-2), head, how)
-        loss, lse = _loss(logits_BCV, labels_BC, how.ignored)
-        dproducts_BCV = _dproducts(logits_BCV, lse, labels_BC, labels_BC != how.ignored, how).astype(x.dtype)
-        dx_BCD = jnp.einsum("...v,vd->...d", dproducts_BCV, head)
-        return jax.lax.dynamic_update_slice_in_dim(dx, dx_BCD, start, axis=x.ndim - 2), (loss,)
+    weight: Float[Array, "V D"]
+    bias: Float[Array, " V"] | None
 
-    dx, (loss,) = _scan(body, jnp.zeros_like(x), labels.shape, how.chunk_tokens)
-    return loss, dx
+
+class Gradients(NamedTuple):
+    """Of x in x.dtype and, of a trained head, of its weight and bias in f32, both summed over tokens in f32."""
+
+    x: Float[Array, "*B T D"]
+    weight: Float[Array, "V D"] | None
+    bias: Float[Array, " V"] | None
+
+
+def forward(x: Float[Array, "*B T D"], head: Head, labels: Int[Array, "*B T"], how: Settings) -> Outcome:
+    """Return each token's loss (0 where ignored), log-sum-exp and metrics."""
+
+    def group(carry: tuple[None, None], starts: Array, size: int) -> tuple[tuple[None, None], Outcome]:
+        def one(carry: tuple[None, None], start: Array) -> tuple[tuple[None, None], Outcome]:
+            logits_BCV = _logits(_cut(x, start, size, axis=-2), head, how)
+            return carry, _outcome(logits_BCV, _cut(labels, start, size), how)
+
+        return jax.lax.scan(one, carry, starts)
+
+    return _scan(group, None, lambda size, pieces: None, labels.shape, how)[1]
+
+
+def forward_and_gradients(
+    x: Float[Array, "*B T D"],
+    head: Head,
+    labels: Int[Array, "*B T"],
+    weights: Float[Array, "*B T"] | None,
+    how: Settings,
+    *,
+    trained: bool,
+) -> tuple[Outcome, Gradients]:
+    """Return what `forward` does and the gradients of the sum of weights * losses, from one pass over the logits."""
+
+    def logits_gradient(x_BCD: Array, labels_BC: Array, weights_BC: Array) -> tuple[Outcome, Array]:
+        logits_BCV = _logits(x_BCD, head, how)
+        outcome = _outcome(logits_BCV, labels_BC, how)
+        return outcome, _dproducts(logits_BCV, outcome.lse, labels_BC, weights_BC, how)
+
+    weights = jnp.ones(labels.shape, jnp.float32) if weights is None else weights
+    grads, outcome = _gradients(logits_gradient, x, head, (labels, weights), how, trained)
+    return outcome, grads
 
 
 def backward(
     x: Float[Array, "*B T D"],
-    head: Float[Array, "V D"],
+    head: Head,
     labels: Int[Array, "*B T"],
     lse: Float[Array, "*B T"],
     dloss: Float[Array, "*B T"],
     how: Settings,
-) -> tuple[Float[Array, "*B T D"], Float[Array, "V D"]]:
-    """Return the gradients of x (x.dtype) and head (f32, summed over chunks in f32), recomputing each logit."""
-    dloss = jnp.where(labels == how.ignored, 0, dloss)
+) -> Gradients:
+    """Return all gradients of the sum of dloss * losses, computing each logit again."""
 
-    def body(carry: tuple[Array, Array], start: Int[Array, ""], size: int) -> tuple[tuple[Array, Array], tuple[()]]:
-        dx, dhead = carry
-        x_BCD = _cut(x, start, size, axis=-2)
-        weight_BC, lse_BC = _cut(dloss, start, size), _cut(lse, start, size)
-        logits_BCV, labels_BC = _logits(x_BCD, head, how), _cut(labels, start, size)
-        dproducts_BCV = _dproducts(logits_BCV, lse_BC, labels_BC, weight_BC, how).astype(x.dtype)
-        dx_BCD = jnp.einsum("...v,vd->...d", dproducts_BCV, head)
-        dhead += jnp.einsum("...v,...d->vd", dproducts_BCV, x_BCD, preferred_element_type=jnp.float32)
-        return (jax.lax.dynamic_update_slice_in_dim(dx, dx_BCD, start, axis=x.ndim - 2), dhead), ()
+    def logits_gradient(x_BCD: Array, labels_BC: Array, dloss_BC: Array, lse_BC: Array) -> tuple[tuple[()], Array]:
+        return (), _dproducts(_logits(x_BCD, head, how), lse_BC, labels_BC, dloss_BC, how)
 
-    start = jnp.zeros_like(x), jnp.zeros(head.shape, jnp.float32)
-    (dx, dhead), _ = _scan(body, start, labels.shape, how.chunk_tokens)
-    return dx, dhead
+    return _gradients(logits_gradient, x, head, (labels, dloss, lse), how, trained=True)[0]
 
 
-def _scan[Carry](
-    body: Callable, carry: Carry, shape: tuple[int, ...], chunk_tokens: int
-) -> tuple[Carry, tuple[Array, ...]]:
-    """Run body over equal chunks of the last axis of `shape`, then over the rest of it; join what it returns."""
+def _gradients[Kept](
+    logits_gradient: Callable[..., tuple[Kept, Array]],
+    x: Array,
+    head: Head,
+    tokens: tuple[Array, ...],
+    how: Settings,
+    trained: bool,
+) -> tuple[Gradients, Kept]:
+    """Sum the gradients over groups of chunks; logits_gradient(x, *tokens) of a chunk gives d(products) in f32."""
+
+    def group(carry: tuple[Gradients, Array], starts: Array, size: int) -> tuple[tuple[Gradients, Array], Kept]:
+        def one(dproducts_NBCV: Array, index_and_start: tuple[Array, Array]) -> tuple[Array, Kept]:
+            index, start = index_and_start
+            cut = (_cut(array, start, size) for array in tokens)
+            kept, dproducts_BCV = logits_gradient(_cut(x, start, size, axis=-2), *cut)
+            return dproducts_NBCV.at[index].set(dproducts_BCV.astype(x.dtype)), kept
+
+        grads, dproducts_NBCV = carry
+        pieces = starts.shape[0]
+        dproducts_NBCV, kept = jax.lax.scan(one, dproducts_NBCV, (jnp.arange(pieces), starts))
+        dx_NBCD = jnp.einsum("...v,vd->...d", dproducts_NBCV, head.weight)
+        dx = jax.lax.dynamic_update_slice_in_dim(grads.x, _join(dx_NBCD, 1), starts[0], axis=x.ndim - 2)
+        dweight, dbias = grads.weight, grads.bias
+        if dweight is not None:
+            x_BTD = _cut(x, starts[0], size * pieces, axis=-2)
+            x_NBCD = jnp.moveaxis(x_BTD.reshape(*x.shape[:-2], pieces, size, x.shape[-1]), -3, 0)
+            dweight += jnp.einsum("...v,...d->vd", dproducts_NBCV, x_NBCD, preferred_element_type=jnp.float32)
+        if dbias is not None:
+            dbias += jnp.sum(dproducts_NBCV, axis=range(dproducts_NBCV.ndim - 1), dtype=jnp.float32)
+        return (Gradients(dx, dweight, dbias), dproducts_NBCV), kept
+
+    dweight = jnp.zeros(head.weight.shape, jnp.float32) if trained else None
+    dbias = jnp.zeros(head.bias.shape, jnp.float32) if trained and head.bias is not None else None
+    grads = Gradients(jnp.zeros_like(x), dweight, dbias)
+    vocabulary = head.weight.shape[0]
+
+    def room(size: int, pieces: int) -> Array:
+        return jnp.zeros((pieces, *x.shape[:-2], size, vocabulary), x.dtype)
+
+    return _scan(group, grads, room, x.shape[:-1], how)
+
+
+def _scan[Carry, Room, Kept](
+    group: Callable[[tuple[Carry, Room], Array, int], tuple[tuple[Carry, Room], Kept]],
+    carry: Carry,
+    room: Callable[[int, int], Room],
+    shape: tuple[int, ...],
+    how: Settings,
+) -> tuple[Carry, Kept]:
+    """Run `group` over the last axis of `shape`, as even chunks as can be, then over the rest; join what it returns.
+
+    group((carry, room), starts, size) goes through the chunks of that size that begin at starts; its room(size, pieces)
+    is made once for all groups, so that nothing clears it for each.
+    """
     tokens, rows = shape[-1], max(1, math.prod(shape[:-1]))
-    chunks = -(-tokens * rows // chunk_tokens)
-    size = -(-tokens // max(1, min(chunks, tokens)))  # as even as can be, so that the rest is small
-    whole = tokens // size
-    starts = jnp.arange(whole) * size
-    carry, pieces = jax.lax.scan(lambda c, start: body(c, start, size), carry, starts)
-    joined = tuple(jnp.moveaxis(p, 0, -2).reshape(*p.shape[1:-1], whole * size) for p in pieces)
-    rest = tokens - whole * size
-    if rest:
-        carry, tail = body(carry, jnp.int32(whole * size), rest)
-        joined = tuple(jnp.concatenate([j, t], axis=-1) for j, t in zip(joined, tail, strict=True))
-    return carry, joined
+    chunks = -(-tokens * rows // how.chunk_tokens)
+    size = -(-tokens // max(1, min(chunks, tokens)))
+    whole, rest = divmod(tokens, size)
+    pieces = max(1, min(how.group_tokens // (size * rows), whole))
+    groups, left = divmod(whole, pieces)
+    found, done = [], 0
+    for some, n, of_size in ((groups, pieces, size), (min(left, 1), left, size), (min(rest, 1), 1, rest)):
+        if some:
+            starts = done + (jnp.arange(some * n) * of_size).reshape(some, n)
+            body = functools.partial(_of_size, group, of_size)
+            (carry, _), kept = jax.lax.scan(body, (carry, room(of_size, n)), starts)
+            found.append(jax.tree.map(lambda leaf: _join(leaf.reshape(-1, *leaf.shape[2:])), kept))
+            done += some * n * of_size
+    return carry, jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=-1), *found)
 
 
-def _cut(array: Array, start: Int[Array, ""], size: int, axis: int = -1) -> Array:
+def _of_size(group: Callable, size: int, carry, starts: Array):
+    return group(carry, starts, size)
+
+
+def _join(stacked: Array, behind: int = 0) -> Array:
+    """(N, *B, C, ...) -> (*B, N * C, ...), with so many axes behind C."""
+    moved = jnp.moveaxis(stacked, 0, -2 - behind)
+    shape = moved.shape
+    return moved.reshape(*shape[: -2 - behind], -1, *shape[len(shape) - behind :])
+
+
+def _cut(array: Array, start: Array, size: int, axis: int = -1) -> Array:
     return jax.lax.dynamic_slice_in_dim(array, start, size, axis=array.ndim + axis)
 
 
-def _logits(x: Float[Array, "*B C D"], head: Float[Array, "V D"], how: Settings) -> Float[Array, "*B C V"]:
-    logits = how.scale * jnp.einsum("...d,vd->...v", x, head, preferred_element_type=jnp.float32)
+def _logits(x: Float[Array, "*B C D"], head: Head, how: Settings) -> Float[Array, "*B C V"]:
+    logits = jnp.einsum("...d,vd->...v", x, head.weight, preferred_element_type=jnp.float32)
+    if head.bias is not None:
+        logits += head.bias.astype(jnp.float32)
+    logits *= how.scale
     return logits if how.softcap is None else how.softcap * jnp.tanh(logits / how.softcap)
 
 
-def _loss(logits: Float[Array, "*B C V"], labels: Int[Array, "*B C"], ignored: int) -> tuple[Array, Array]:
+def _outcome(logits: Float[Array, "*B C V"], labels: Int[Array, "*B C"], how: Settings) -> Outcome:
     vocabulary = logits.shape[-1]
-    lse = jax.nn.logsumexp(logits, axis=-1)
+    lse = _lse(logits)
     inside = (labels >= 0) & (labels < vocabulary)
     index = jnp.where(inside, labels, 0)[..., None]
     label_logit = jnp.take_along_axis(logits, index, axis=-1, mode="promise_in_bounds")[..., 0]
-    loss = jnp.where(inside, lse - label_logit, jnp.nan)  # a label outside the vocabulary must not pass unseen
-    return jnp.where(labels == ignored, 0, loss), lse
+    loss = lse - label_logit
+    if how.smoothing:
+        loss += how.smoothing * (label_logit - jnp.mean(logits, axis=-1))
+    if how.z_loss:
+        loss += how.z_loss * lse * lse
+    loss = jnp.where(inside, loss, jnp.nan)  # a label outside the vocabulary must not pass unseen
+    loss = jnp.where(labels == how.ignored, 0, loss)
+    if not how.metrics:
+        return Outcome(loss, lse, None, None)
+    probs = jnp.exp(logits - lse[..., None])
+    entropy = lse - jnp.sum(jnp.where(probs > 0, probs * logits, 0), axis=-1)
+    return Outcome(loss, lse, jnp.argmax(logits, axis=-1) == labels, entropy)
+
+
+def _lse(logits: Float[Array, "*B C V"]) -> Float[Array, "*B C"]:
+    """logsumexp over the last axis."""
+    return jax.lax.platform_dependent(
+        logits, cuda=one_pass_lse, default=lambda logits: jax.nn.logsumexp(logits, axis=-1)
+    )
+
+
+def one_pass_lse(logits: Float[Array, "*B C V"]) -> Float[Array, "*B C"]:
+    """logsumexp that reads the logits once: pairs of a maximum and a sum of exponentials below it are joined.
+
+    A GPU joins them as a tree. A CPU adds one term after another, which loses digits, so that it takes the usual form.
+    """
+
+    def join(one: tuple[Array, Array], other: tuple[Array, Array]) -> tuple[Array, Array]:
+        (top, total), (other_top, other_total) = one, other
+        smaller = jnp.exp(-jnp.abs(top - other_top))
+        summed = jnp.where(top >= other_top, total + other_total * smaller, total * smaller + other_total)
+        return jnp.maximum(top, other_top), summed
+
+    none = jnp.float32(jnp.finfo(jnp.float32).min), jnp.float32(0)
+    top, total = jax.lax.reduce((logits, jnp.ones_like(logits)), none, join, (logits.ndim - 1,))
+    return top + jnp.log(total)
 
 
 def _dproducts(
-    logits: Float[Array, "*B C V"], lse: Array, labels: Array, weight: Array, how: Settings
+    logits: Float[Array, "*B C V"], lse: Array, labels: Array, weights: Array, how: Settings
 ) -> Float[Array, "*B C V"]:
-    """Return the gradient by the products x @ head.T, in f32.
+    """Return the gradient of the sum of weights * losses by the products x @ head.T, in f32, 0 where ignored.
 
-    `weight * (softmax(logits) - onehot(labels)) * slope`, where slope = scale * (1 - (logits / softcap)**2) is the
-    logits' own by the products.
+    weights * ((1 + 2 * z_loss * lse) * softmax(logits) - (1 - smoothing) * onehot(labels) - smoothing / V) * slope,
+    where slope = scale * (1 - (logits / softcap)**2) is the logits' own by the products.
     """
+    factor = jnp.where(labels == how.ignored, 0, how.scale * weights)[..., None]
     probs = jnp.exp(logits - lse[..., None])
-    is_label = jnp.arange(logits.shape[-1]) == labels[..., None]
-    dlogits = (probs - is_label) * (how.scale * weight)[..., None]
+    if how.z_loss:
+        probs *= (1 + 2 * how.z_loss * lse)[..., None]
+    target = (jnp.arange(logits.shape[-1]) == labels[..., None]).astype(jnp.float32)
+    if how.smoothing:
+        target = (1 - how.smoothing) * target + how.smoothing / logits.shape[-1]
+    dlogits = (probs - target) * factor
     return dlogits if how.softcap is None else dlogits * (1 - (logits / how.softcap) ** 2)

@@ -8,6 +8,7 @@ columns. Sums over columns (of the product) and over rows (of the gradient) end 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -106,6 +107,7 @@ def put_last(whole: Float[Array, "*B I+C"], more: Float[Array, "*B C"]) -> Float
 KERNELS = reference.Kernels(narrow_products, put_last, None)
 
 
+@functools.partial(jax.jit, static_argnames=("tiles", "width"), inline=True)  # of equal calls one is compiled
 def one_pass(
     x: Float[Array, "M N"],
     factor: Float[Array, "R N"] | None,

@@ -4,8 +4,10 @@ XLA's own dynamic_update_slice does that too, but not into what a kernel has jus
 one operation and fails ("DUS target must be a fusion parameter", seen with jax 0.11.2).
 """
 
+import functools
 import math
 
+import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 from jax import lax
@@ -15,6 +17,7 @@ _LONGEST = 256  # rows or columns of a copied tile, as the copy engine has it
 _SHARED_MEMORY = 128 * 1024  # bytes of a tile
 
 
+@functools.partial(jax.jit, static_argnames="axis", inline=True)  # of equal calls one is compiled
 def write_edge(whole: Float[Array, "O I"], more: Float[Array, "R C"], axis: int) -> Float[Array, "O I"]:
     """`whole` with `more` as its last rows (axis 0) or columns (axis 1), in place where nothing else reads `whole`.
 

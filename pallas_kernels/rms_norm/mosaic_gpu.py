@@ -5,6 +5,7 @@ any, and is done: rows stay in registers between their sum and their use, and th
 schedule. The gradient of the scale is XLA's, an operation of its own that costs nothing where nobody asks for it.
 """
 
+import functools
 import math
 
 import jax
@@ -40,6 +41,7 @@ def refuses(x: Array | jax.ShapeDtypeStruct, room: int = 0) -> str | None:
     return _platform.why_not_hopper(one_device=True)
 
 
+@functools.partial(jax.jit, static_argnames=("eps", "room"), inline=True)  # of equal calls one is compiled
 def forward(
     x: Float[Array, "*B D"], scale: Float[Array, " D"], eps: float, room: int = 0
 ) -> tuple[Float[Array, "*B D+room"], Float[Array, "*B 1"]]:
@@ -62,6 +64,7 @@ def forward(
     return y.reshape(*x.shape[:-1], width + room), rrms.reshape(*x.shape[:-1], 1)
 
 
+@functools.partial(jax.jit, inline=True)
 def backward(x: Array, scale: Array, rrms: Array, dy: Array, dresidual: Array | None = None) -> tuple[Array, Array]:
     """As reference.backward, but that dresidual is added before dx is rounded."""
     width, rows = x.shape[-1], math.prod(x.shape[:-1])

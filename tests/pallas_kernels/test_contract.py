@@ -30,7 +30,7 @@ def test_package_imports_no_kernel_and_kernels_import_no_system() -> None:
 def test_folder_has_the_same_names(op: str) -> None:
     files = {path.name for path in (ROOT / op).glob("*.py")}
     optional = {"mosaic_gpu.py", "jax_triton.py", "cudnn.py"}
-    optional |= {name for name in files if name.startswith("mosaic_gpu_")} | {"bounds.py"}  # parts of a long kernel
+    optional |= {name for name in files if name.startswith("mosaic_gpu_")} | {"bounds.py", "checks.py"}  # of long ones
     assert files - optional == {"__init__.py", "api.py", "reference.py", "cases.py"}
     module = importlib.import_module(f"pallas_kernels.{op}")
     assert callable(getattr(module, op))
@@ -85,6 +85,16 @@ def test_choose_says_why_and_what_is_usable() -> None:
     with pytest.raises(NotImplementedError, match="no implementation accepts these arguments: cudnn refuses: no GPU"):
         _dispatch.choose("op", None, {"cudnn": "no GPU"})
     assert _dispatch.explain("op", {"cudnn": "no GPU"}) == "op: nothing (cudnn refuses: no GPU)"
+
+
+def test_operations_can_be_left_to_xla_for_a_while() -> None:
+    refusals = {"mosaic_gpu": None, "xla": None}
+    with _dispatch.left_to_xla("op"), _dispatch.left_to_xla("other"):
+        assert _dispatch.choose("op", None, refusals) == "xla"
+        assert _dispatch.choose("op", "mosaic_gpu", refusals) == "mosaic_gpu"  # who asks by name gets it
+        assert _dispatch.choose("third", None, refusals) == "mosaic_gpu"
+        assert _dispatch.explain("op", refusals) == "op: xla (left to XLA)"
+    assert _dispatch.choose("op", None, refusals) == "mosaic_gpu"
 
 
 def test_platform_names_the_device() -> None:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.linear_cross_entropy import linear_cross_entropy
+from pallas_kernels.linear_cross_entropy import linear_cross_entropy, logprob, pack_int8, reference
 from pallas_kernels.nf4_linear import dequantize
 from pallas_kernels.nf4_linear.cases import random_weight
 
@@ -23,23 +23,30 @@ def oracle(
     head: jax.Array,
     labels: np.ndarray,
     dloss: jax.Array,
+    *,
+    bias: jax.Array | float = 0.0,
     scale: float = 1.0,
     softcap: float = np.inf,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
 ) -> tuple[np.ndarray, tuple]:
-    """Return the losses and the gradients of x and head in float64, from the whole logits."""
-    x, head, dloss = (np.asarray(a, np.float64) for a in (x, head, dloss))
-    logits = scale * (x @ head.T)
+    """Return the losses and the gradients of x, head and bias in float64, from the whole logits."""
+    x, head, dloss, bias = (np.asarray(a, np.float64) for a in (x, head, dloss, bias))
+    logits = scale * (x @ head.T + bias)
     slope = np.full(logits.shape, scale)
     if softcap < np.inf:
         slope /= np.cosh(logits / softcap) ** 2
         logits = softcap * np.tanh(logits / softcap)
-    probs = np.exp(logits - logits.max(-1, keepdims=True))
-    probs /= probs.sum(-1, keepdims=True)
+    top = logits.max(-1, keepdims=True)
+    lse = top + np.log(np.exp(logits - top).sum(-1, keepdims=True))
+    logprobs = logits - lse
     kept = labels != IGNORED
-    onehot = np.eye(head.shape[0])[np.where(kept, labels, 0)]
-    dlogits = np.where(kept, dloss, 0)[..., None] * (probs - onehot) * slope
-    dhead = dlogits.reshape(-1, head.shape[0]).T @ x.reshape(-1, head.shape[1])
-    return np.where(kept, -np.log((probs * onehot).sum(-1)), 0), (dlogits @ head, dhead)
+    target = (1 - label_smoothing) * np.eye(head.shape[0])[np.where(kept, labels, 0)] + label_smoothing / head.shape[0]
+    dlogits = (1 + 2 * z_loss * lse) * np.exp(logprobs) - target
+    dlogits *= np.where(kept, dloss, 0)[..., None] * slope
+    flat = dlogits.reshape(-1, head.shape[0])
+    loss = z_loss * lse[..., 0] ** 2 - (logprobs * target).sum(-1)
+    return np.where(kept, loss, 0), (dlogits @ head, flat.T @ x.reshape(-1, head.shape[1]), flat.sum(0))
 
 
 def random_labels(shape: tuple[int, ...], vocabulary: int) -> np.ndarray:
@@ -67,7 +74,7 @@ def test_f32_matches_float64(
     labels = random_labels(shape, 33)
     function = partial(linear_cross_entropy, labels=labels, frozen_head=frozen, chunk_tokens=chunk)
     loss, (dx, dhead) = out_and_grads(function, (x, head), dloss)
-    want_loss, (want_dx, want_dhead) = oracle(x, head, labels, dloss)
+    want_loss, (want_dx, want_dhead, _) = oracle(x, head, labels, dloss)
     # f32 has 24 bits; sums of up to 129 terms of size 1 to 10
     np.testing.assert_allclose(loss, want_loss, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(dx, want_dx, rtol=1e-5, atol=1e-5)
@@ -84,14 +91,159 @@ def test_scaled_and_capped_logits(bounds: dict, frozen: bool, normal: Callable, 
     labels = random_labels((2, 11), 33)
     function = partial(linear_cross_entropy, labels=labels, frozen_head=frozen, chunk_tokens=8, **bounds)
     loss, (dx, dhead) = out_and_grads(function, (x, head), dloss)
-    want_loss, (want_dx, want_dhead) = oracle(x, head, labels, dloss, **bounds)
-    plain_loss, (plain_dx, _) = oracle(x, head, labels, dloss)
+    want_loss, (want_dx, want_dhead, _) = oracle(x, head, labels, dloss, **bounds)
+    plain_loss, (plain_dx, _, _) = oracle(x, head, labels, dloss)
     assert np.abs(want_loss - plain_loss).max() > 0.5
     assert np.abs(want_dx - plain_dx).max() > 0.1
     # f32 has 24 bits; sums of up to 33 terms of size 1 to 10
     np.testing.assert_allclose(loss, want_loss, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(dx, want_dx, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(dhead, 0 * want_dhead if frozen else want_dhead, rtol=1e-5, atol=1e-5)
+
+
+OPTIONS = [
+    {"bias": True},
+    {"label_smoothing": 0.2},
+    {"z_loss": 0.05},
+    {"bias": True, "scale": 0.5, "softcap": 1.5, "label_smoothing": 0.1, "z_loss": 0.01},
+]
+
+
+@pytest.mark.parametrize("reduction", ["none", "sum"])
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_options_match_float64(
+    options: dict, frozen: bool, reduction: str, normal: Callable, out_and_grads: Callable
+) -> None:
+    x, head, bias, weights = normal(8, (2, 11, 12), (33, 12), (33,), (2, 11))
+    labels = random_labels((2, 11), 33)
+    known = {name: value for name, value in options.items() if name != "bias"}
+    shared = {"weights": weights, "frozen_head": frozen, "chunk_tokens": 4, "group_tokens": 10, "reduction": reduction}
+
+    def function(x: jax.Array, head: jax.Array, bias: jax.Array) -> jax.Array:
+        added = bias if "bias" in options else None
+        return linear_cross_entropy(x, head, labels, bias=added, **shared, **known)
+
+    dloss = jnp.float32(0.7) if reduction == "sum" else normal(9, (2, 11))[0]
+    loss, (dx, dhead, dbias) = out_and_grads(function, (x, head, bias), dloss)
+    added = bias if "bias" in options else 0.0
+    want, (want_dx, want_dhead, want_dbias) = oracle(x, head, labels, dloss * weights, bias=added, **known)
+    want = want * np.asarray(weights, np.float64)
+    if frozen:
+        want_dhead, want_dbias = 0 * want_dhead, 0 * want_dbias
+    # f32 has 24 bits; sums of up to 33 terms of size 1 to 10
+    close = partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
+    close(loss, want.sum() if reduction == "sum" else want)
+    close(dx, want_dx)
+    close(dhead, want_dhead)
+    close(dbias, want_dbias if "bias" in options else 0 * want_dbias)
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_sum_is_that_of_the_tokens(frozen: bool, normal: Callable) -> None:
+    x, head, weights = normal(10, (3, 37, 8), (19, 8), (3, 37))
+    labels = random_labels((3, 37), 19)
+
+    def loss(x: jax.Array, head: jax.Array, **options) -> jax.Array:
+        shared = {"weights": weights, "frozen_head": frozen, "chunk_tokens": 6}
+        return linear_cross_entropy(x, head, labels, **shared, **options).sum()
+
+    one, other = (
+        jax.jit(jax.value_and_grad(partial(loss, **options), (0, 1)))(x, head)
+        for options in ({"reduction": "sum", "group_tokens": 24}, {})
+    )
+    # the same sums in another order: f32 rounding only
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), one, other)
+
+
+def test_metrics_and_logprob(normal: Callable) -> None:
+    x, head = normal(11, (2, 7, 12), (33, 12))
+    labels = random_labels((2, 7), 33)
+    labels[0, :3] = np.argmax(np.asarray(x) @ np.asarray(head).T, -1)[0, :3]
+    loss, found = jax.jit(partial(linear_cross_entropy, metrics=True, chunk_tokens=4))(x, head, labels)
+    logits = np.asarray(x, np.float64) @ np.asarray(head, np.float64).T
+    logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    np.testing.assert_array_equal(found.correct, logits.argmax(-1) == labels)
+    assert found.correct[0, :3].all()
+    # f32 has 24 bits; sums of 33 terms of size below 10
+    np.testing.assert_allclose(found.entropy, -(np.exp(logprobs) * logprobs).sum(-1), rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(loss, linear_cross_entropy(x, head, labels, chunk_tokens=4))
+    np.testing.assert_array_equal(logprob(x, head, labels, chunk_tokens=4), -loss)
+    hotter = logprob(x, head, labels, scale=0.5, frozen_head=True)
+    halved = logits / 2
+    want = np.take_along_axis(halved - np.log(np.exp(halved).sum(-1, keepdims=True)), labels.clip(0)[..., None], -1)
+    np.testing.assert_allclose(hotter, np.where(labels == IGNORED, 0, want[..., 0]), rtol=1e-5, atol=1e-5)
+    with pytest.raises(TypeError, match="reduction, z_loss belong to linear_cross_entropy"):
+        logprob(x, head, labels, reduction="sum", z_loss=0.1)
+
+
+@pytest.mark.parametrize("reduction", ["none", "sum"])
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("kind", ["huge", "equal", "ignored"])
+def test_extreme_logits(kind: str, frozen: bool, reduction: str, normal: Callable) -> None:
+    vocabulary, shape = 257, (2, 5)
+    x, head = normal(12, (*shape, 12), (vocabulary, 12))
+    labels = np.random.default_rng(2).integers(0, vocabulary, shape, dtype=np.int32)
+    if kind == "huge":  # one logit above all others by thousands: the label's, or another's
+        head = head.at[7].set(1e3 * x[0, 0])
+        labels[0, 0], labels[0, 1] = 7, 8
+    elif kind == "equal":
+        head = jnp.broadcast_to(head[:1], head.shape)
+    else:
+        labels[:] = IGNORED
+    function = partial(
+        linear_cross_entropy, labels=labels, frozen_head=frozen, chunk_tokens=4, metrics=True, reduction=reduction
+    )
+    ones = jnp.float32(1) if reduction == "sum" else jnp.ones(shape)
+    _, pull_back, found = jax.vjp(lambda x, head: function(x, head), x, head, has_aux=True)
+    loss = function(x, head)[0]
+    dx, dhead = pull_back(ones)
+    want, (want_dx, want_dhead, _) = oracle(x, head, labels, np.ones(shape))
+    want = want.sum() if reduction == "sum" else want
+    # relative to the size of the logits: f32 rounds z itself, and the loss is a difference of such
+    size = np.abs(np.asarray(x, np.float64) @ np.asarray(head, np.float64).T).max()
+    np.testing.assert_allclose(loss, want, rtol=1e-6, atol=4e-7 * size)
+    np.testing.assert_allclose(dx, want_dx, rtol=1e-4, atol=1e-6 * size)
+    np.testing.assert_allclose(dhead, 0 * want_dhead if frozen else want_dhead, rtol=1e-4, atol=1e-6 * size)
+    assert np.isfinite(found.entropy).all()
+    if kind == "equal":
+        np.testing.assert_allclose(found.entropy, np.log(vocabulary), rtol=1e-6)
+    if kind == "ignored":
+        assert not any(np.any(array) for array in (loss, dx, dhead))
+
+
+def test_one_pass_logsumexp() -> None:
+    logits = np.random.default_rng(3).standard_normal((3, 501)).astype(np.float32) * 4
+    logits[0, 5], logits[1] = 1e30, -1e30
+    top = logits.max(-1).astype(np.float64)
+    want = top + np.log(np.exp(logits - top[:, None]).sum(-1))
+    # the CPU adds 501 terms one by one, each rounded to 24 bits
+    np.testing.assert_allclose(reference.one_pass_lse(jnp.asarray(logits)), want, rtol=1e-5)
+    text = jax.jit(partial(linear_cross_entropy, frozen_head=True)).trace(
+        jnp.zeros((1, 4, 8)), jnp.zeros((16, 8)), jnp.zeros((1, 4), jnp.int32)
+    )
+    assert text.lower(lowering_platforms=("cuda",)).as_text().count("stablehlo.reduce(") == 1
+
+
+def test_loss_and_gradients_meet_the_issues_bars(normal: Callable, relative_error: Callable) -> None:
+    (x,) = normal(13, (1, 64, 256), dtype=jnp.bfloat16)
+    (head,) = normal(14, (4099, 256), dtype=jnp.bfloat16)
+    head *= jnp.bfloat16(1 / 16)
+    labels = random_labels((1, 64), 4099)
+
+    def dense(x: jax.Array, head: jax.Array) -> jax.Array:
+        logits = jnp.einsum("btd,vd->btv", x, head).astype(jnp.float32)
+        picked = jnp.take_along_axis(jax.nn.log_softmax(logits), np.maximum(labels, 0)[..., None], -1)[..., 0]
+        return jnp.where(labels == IGNORED, 0, -picked).sum()
+
+    loss, grads = jax.jit(
+        jax.value_and_grad(partial(linear_cross_entropy, labels=labels, chunk_tokens=16, reduction="sum"), (0, 1))
+    )(x, head)
+    truth, true_grads = oracle(x, head, labels, np.ones((1, 64)))
+    assert abs(loss / truth.sum() - 1) <= 1e-6
+    dense_grads = jax.jit(jax.grad(dense, (0, 1)))(x, head)
+    for ours, theirs, exact in zip(grads, dense_grads, true_grads, strict=False):
+        assert relative_error(ours, exact) <= 1.05 * relative_error(theirs, exact)
 
 
 @pytest.mark.parametrize("frozen", [True, False])
@@ -130,28 +282,31 @@ def test_head_gradient_does_not_lose_precision_over_chunks(normal: Callable, rel
     assert many <= 1.05 * one  # 128 chunks add in f32, far below the bf16 error of d(logits) that both share
 
 
-def test_nf4_head_is_the_dequantized_head(normal: Callable, out_and_grads: Callable) -> None:
+def test_packed_head_is_the_dequantized_head(normal: Callable, out_and_grads: Callable) -> None:
     weight = random_weight(jax.random.key(0), (21, 9))
     (x,) = normal(5, (2, 6, 9))
     labels = random_labels((2, 6), 21)
     dloss = np.ones((2, 6), np.float32)
-    packed, dense = (
-        out_and_grads(lambda x, head=head: linear_cross_entropy(x, head, labels, frozen_head=True), (x,), dloss)
-        for head in (weight, dequantize(weight, jnp.float32))
-    )
-    # the same head bit for bit, in two programs: f32 rounding only
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), packed, dense)
+    codes = pack_int8(normal(6, (21, 9))[0])
+    for packed_head, array in ((weight, dequantize(weight, jnp.float32)), (codes, codes.codes * codes.scale[:, None])):
+        packed, dense = (
+            out_and_grads(lambda x, head=head: linear_cross_entropy(x, head, labels, frozen_head=True), (x,), dloss)
+            for head in (packed_head, array)
+        )
+        # the same head bit for bit, in two programs: f32 rounding only
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), packed, dense)
 
 
+@pytest.mark.parametrize("reduction", ["none", "sum"])
 @pytest.mark.parametrize("frozen", [True, False])
-def test_never_holds_the_logits(frozen: bool) -> None:
+def test_never_holds_the_logits(frozen: bool, reduction: str) -> None:
     rows, tokens, width, vocabulary = 4, 512, 16, 4096
     x = jax.ShapeDtypeStruct((rows, tokens, width), jnp.bfloat16)
     head = jax.ShapeDtypeStruct((vocabulary, width), jnp.bfloat16)
     labels = jax.ShapeDtypeStruct((rows, tokens), jnp.int32)
 
     def mean(x: jax.Array, head: jax.Array, labels: jax.Array) -> jax.Array:
-        return linear_cross_entropy(x, head, labels, frozen_head=frozen, chunk_tokens=64).mean()
+        return linear_cross_entropy(x, head, labels, frozen_head=frozen, chunk_tokens=64, reduction=reduction).mean()
 
     step = jax.jit(jax.value_and_grad(mean, 0 if frozen else (0, 1)))
     temporary = step.lower(x, head, labels).compile().memory_analysis().temp_size_in_bytes
@@ -187,14 +342,15 @@ def test_under_checkpoint_and_scan(frozen: bool, normal: Callable) -> None:
 SHARDED = """
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from pallas_kernels.linear_cross_entropy import linear_cross_entropy
+from pallas_kernels.linear_cross_entropy import linear_cross_entropy, logprob, pack_int8, reference
 mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
 place = lambda a, *spec: jax.device_put(a, NamedSharding(mesh, P(*spec)))
 rng = np.random.default_rng(0)
 x, head = rng.standard_normal((8, 12, 16), np.float32), rng.standard_normal((64, 16), np.float32)
 labels = rng.integers(0, 64, (8, 12), dtype=np.int32)
-for frozen in (True, False):
-    loss = lambda x, h, l: linear_cross_entropy(x, h, l, frozen_head=frozen, chunk_tokens=32).sum()
+for frozen, reduction in ((True, 'none'), (False, 'none'), (True, 'sum'), (False, 'sum')):
+    loss = lambda x, h, l: linear_cross_entropy(x, h, l, frozen_head=frozen, chunk_tokens=16, group_tokens=32,
+                                                reduction=reduction).sum()
     step = jax.jit(jax.value_and_grad(loss, 0 if frozen else (0, 1)))
     one = step(x, head, labels)
     args = place(x, "data"), place(head), place(labels, "data")
@@ -231,6 +387,12 @@ def test_no_tokens_give_no_losses() -> None:
         ((2, 3, 4), (8, 4), (2, 4), {}, r"integers of shape \(2, 3\); got int32\(2, 4\)"),
         ((2, 3, 4), (8, 4), (2, 3), {"chunk_tokens": 0}, "at least 1; got 0"),
         ((2, 3, 4), (8, 4), (2, 3), {"softcap": 0.0}, "softcap must be above 0, or None for no bound; got 0.0"),
+        ((2, 3, 4), (8, 4), (2, 3), {"group_tokens": 0}, "group_tokens must be at least 1, or None; got 0"),
+        ((2, 3, 4), (8, 4), (2, 3), {"label_smoothing": 1.0}, r"in \[0, 1\); got 1.0"),
+        ((2, 3, 4), (8, 4), (2, 3), {"z_loss": -1.0}, "must not be negative; got -1.0"),
+        ((2, 3, 4), (8, 4), (2, 3), {"reduction": "mean"}, "must be none or sum; got 'mean'"),
+        ((2, 3, 4), (8, 4), (2, 3), {"bias": np.zeros(4)}, r"bias must be \(8,\).* got \(4,\)"),
+        ((2, 3, 4), (8, 4), (2, 3), {"weights": np.zeros(3)}, r"shape \(2, 3\); got \(3,\)"),
     ],
 )
 def test_wrong_arguments_are_named(x: tuple, head: tuple, labels: tuple, options: dict, message: str) -> None:
@@ -246,3 +408,7 @@ def test_wrong_dtypes_and_an_unfrozen_packed_head_are_named() -> None:
         linear_cross_entropy(x, head, labels.astype(jnp.float32))
     with pytest.raises(ValueError, match="NF4 head has no gradient; got frozen_head=False"):
         linear_cross_entropy(x, random_weight(jax.random.key(0), (8, 4)), labels)
+    with pytest.raises(ValueError, match="int8 head has no gradient; got frozen_head=False"):
+        linear_cross_entropy(x, pack_int8(jnp.ones((8, 4))), labels)
+    with pytest.raises(ValueError, match=r"floating-point matrix \(O, I\); got int32\(8, 4\)"):
+        pack_int8(jnp.ones((8, 4), jnp.int32))

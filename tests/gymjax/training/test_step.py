@@ -1,5 +1,7 @@
 """The update: independence of how a batch is cut, frozen bits, precision, broken steps, a golden first step."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -247,3 +249,13 @@ def test_golden_first_step(make_model, random_batch):
     # 1e-4: matrix products of other CPUs sum in other orders.
     assert float(metrics["loss"]) == pytest.approx(GOLDEN_LOSS, rel=1e-4)
     assert float(metrics["grad_norm"]) == pytest.approx(GOLDEN_NORM, rel=1e-4)
+
+
+def test_fused_operations_do_not_change_the_update(make_model, random_batch):
+    model = lora_model(make_model)
+    metrics, grads, _ = one_step(model, random_batch(2, 1))
+    plain, plain_grads, _ = one_step(model, random_batch(2, 1), dataclasses.replace(SETTINGS, fused_ops=False))
+    # the same arithmetic in f32, in another order
+    assert float(metrics["loss"]) == pytest.approx(float(plain["loss"]), abs=1e-5)
+    for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(plain_grads), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)

@@ -1,0 +1,100 @@
+"""Runs every Hopper kernel once, forward and backward, on little data: what compute-sanitizer is to watch.
+
+Usage: compute-sanitizer --tool memcheck|racecheck python scripts/sanitize.py [OP ...]
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # each array is the tool's own to guard
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gymjax.quant.nf4 import quantize
+from pallas_kernels.flash_attention import flash_attention
+from pallas_kernels.grouped_matmul import grouped_matmul
+from pallas_kernels.lora_linear import lora_linear
+from pallas_kernels.nf4_linear import nf4_linear
+from pallas_kernels.rms_norm import rms_norm
+from pallas_kernels.swiglu import swiglu
+
+KERNELS: Any = "mosaic_gpu" if jax.default_backend() == "gpu" else "xla"  # elsewhere this file tests itself
+
+
+def normal(*shape: int) -> jax.Array:
+    """A normal bf16 array."""
+    return jnp.asarray(np.random.default_rng(sum(shape)).normal(size=shape), jnp.bfloat16)
+
+
+def both_ways(call: Callable, *args: jax.Array) -> None:
+    """Runs a call and its gradients."""
+    jax.block_until_ready(jax.jit(jax.grad(lambda args: jnp.sum(call(*args).astype(jnp.float32))))(args))
+
+
+def attention() -> None:
+    """Grouped heads, a ragged length, documents; both backward forms."""
+    q, k, v = normal(1, 300, 4, 128), normal(1, 300, 2, 128), normal(1, 300, 2, 128)
+    ids = jnp.asarray(np.repeat([1, 2, 3, 0], [70, 130, 61, 39])[None], jnp.int32)
+    for deterministic in (True, False):
+        both_ways(
+            lambda q, k, v, d=deterministic: flash_attention(
+                q, k, v, causal=True, segment_ids=ids, deterministic=d, implementation=KERNELS
+            ),
+            *(q, k, v),
+        )
+
+
+def groups() -> None:
+    """Ragged groups, one of them empty."""
+    sizes = jnp.asarray([130, 0, 61, 9], jnp.int32)
+    both_ways(lambda x, w: grouped_matmul(x, w, sizes, implementation=KERNELS), normal(200, 256), normal(4, 256, 256))
+
+
+def nf4() -> None:
+    """Unpacking alone and inside the product."""
+    weight = quantize(np.asarray(normal(256, 512), np.float32))
+    for rows in (64, 4096):
+        both_ways(lambda x: nf4_linear(x, weight, implementation=KERNELS), normal(rows, 512))
+
+
+def adapters() -> None:
+    """Products with an adapter."""
+    w, a, b = normal(512, 1024), normal(16, 1024), normal(512, 16)
+    both_ways(lambda x, a, b: lora_linear(x, w, a, b, scale=1.0, implementation=KERNELS), normal(1024, 1024), a, b)
+
+
+def norm() -> None:
+    """Normalisation."""
+    both_ways(lambda x, s: rms_norm(x, s, eps=1e-5, implementation=KERNELS), normal(1024, 1024), normal(1024))
+
+
+def gate() -> None:
+    """SwiGLU."""
+    both_ways(lambda g, u: swiglu(g, u, implementation=KERNELS), normal(64, 4096), normal(64, 4096))
+
+
+ALL = {call.__name__: call for call in (attention, groups, nf4, adapters, norm, gate)}
+
+
+def main(names: list[str]) -> int:
+    """Runs what is named, or everything."""
+    for name in names or ALL:
+        try:
+            ALL[name]()
+            print(f"{name}: ran", flush=True)
+        except (ValueError, NotImplementedError, TypeError) as error:
+            print(f"{name}: {error}", flush=True)
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
