@@ -116,7 +116,9 @@ def _forward(name: Implementation, x: Array, ws: tuple, a: Array | None, bs: tup
         low = checkpoint_name(product(name, (x,), (a,), sizes, transposed=True), LOW_NAME)
     ys = []
     for w, b in zip(ws, bs, strict=True):
-        xs, weights = ((x,), (dense(w, x.dtype),)) if b is None else ((x, low), (dense(w, x.dtype), b))
+        xs, weights = [x], [dense(w, x.dtype)]
+        if low is not None and b is not None:
+            xs, weights = [x, low], [*weights, b]
         ys.append(product(name, xs, weights, sizes, transposed=True))
     return tuple(ys), low
 
@@ -131,8 +133,8 @@ def _layers_bwd(name: Implementation, residuals, dys: tuple[Array, ...]):
     over, down = list(dys), [dense(w, x.dtype) for w in ws]
     da, dbs = None, (None,) * len(bs)
     if a is not None:
-        adapted = [(dy, b) for dy, b in zip(dys, bs, strict=True) if b is not None]
-        dlow = product(name, *zip(*adapted, strict=True), sizes, transposed=False)
+        adapted = [i for i, b in enumerate(bs) if b is not None]
+        dlow = product(name, [dys[i] for i in adapted], [bs[i] for i in adapted], sizes, transposed=False)
         over, down = [*over, dlow], [*down, a]
         da = weights_gradient(name, x, dlow, sizes, a.dtype)
         dbs = tuple(
