@@ -101,6 +101,13 @@ def test_routers_are_trained_whole_but_experts_not(make_model):
         train_modules(model, ["experts"], key="additional_target")
 
 
+def test_mixtral_s_router_is_not_trained_whole_beside_an_adapter(make_model):
+    moe = dataclasses.replace(MOE, shared_ffn_width=None, layout="block_sparse_moe")
+    model = make_model(stacks=(Stack((LayerKind(experts=moe),), 2),))
+    with pytest.raises(ValueError, match=r"additional_target: 'gate' reaches Mixtral's router.*full or freeze"):
+        train_modules(model, ["gate"], key="additional_target")
+
+
 def test_dropout_and_dora_on_experts_are_refused(make_model):
     with pytest.raises(ValueError, match=r"use_dora: true is not done for experts .*leave them out of lora_target"):
         adapted(make_model, use_dora=True)
