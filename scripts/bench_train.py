@@ -208,8 +208,9 @@ def main(arguments: list[str]) -> int:
     }
     script = str(ROOT / "scripts" / "peer_step.py")
     if options.peers and not (Path(options.peer_model) / "config.json").exists():
+        what = "config" if options.peers == ["hf"] and options.base == "bf16" else "make"
         subprocess.run(
-            [sys.executable, script, "make", options.peer_model, json.dumps(SHAPES[options.shape])], check=True
+            [sys.executable, script, what, options.peer_model, json.dumps(SHAPES[options.shape])], check=True
         )
     peers = {}
     for peer in options.peers:

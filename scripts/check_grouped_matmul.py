@@ -1,11 +1,12 @@
 """Checks the Hopper kernels of the grouped product on a GPU against float64, over adversarial routings and widths.
 
-Usage: python scripts/check_grouped_matmul.py [--quick] [--threads N]   (exit status 1 where an error is above its bar)
+Usage: python scripts/check_grouped_matmul.py [--quick] [--layers] [--threads N]   (status 1: an error above its bar)
 
 Each case compares the product and the gradients of x and w with the definition in float64 on the host; the bar is 1.5
 times the error of the plain form ("xla") on the same inputs. Rows of no group hold NaN in x and in the output's
 gradient, and freed memory is full of NaN, so that what is not written shows. The shapes of real models are compared in
-rows drawn at random. Every case runs twice and must give the same bits.
+rows drawn at random. Every case runs twice and must give the same bits. The cases called layers are two projections
+with adapters of one input: sums of products.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from check_attention import error
 
 from pallas_kernels import Implementation
-from pallas_kernels.grouped_matmul import explain, grouped_matmul
+from pallas_kernels.grouped_matmul import GroupedLayer, explain, grouped_layers, grouped_matmul
 
 ROUTINGS = {  # sizes, and rows of no group behind them
     "even": ([256] * 8, 0),
@@ -56,6 +57,12 @@ SHAPES = {  # of real models: rows, groups, D, F
     "gpt-oss-20b": (32768, 32, 2880, 2880),
     "OLMoE, one token": (8, 64, 2048, 1024),
 }
+LAYERS = (
+    ("ragged", (448, 320)),
+    ("empty experts", (128, 256)),
+    ("one more", (1024, 768)),
+    ("many tiles", (2048, 1024)),
+)
 NAMES = ("y", "dx", "dw")
 FLOOR = 2e-6  # of f32 results: the tensor cores' sums drop bits that f32 would keep
 DRAWN = 48  # rows of a large result that are compared
@@ -141,6 +148,75 @@ def check(name: str, sizes, spare: int, width: int, out: int, dtype=jnp.bfloat16
     return good
 
 
+RANK = 16
+
+
+@functools.partial(jax.jit, static_argnames="implementation")
+def run_layers(x, ws, adapters, sizes, dys, implementation: Implementation):
+    """Two layers with adapters, and the gradients of their input, of one down-projection and of one up-projection."""
+
+    def layers(x, adapters):
+        factor = jnp.full(len(sizes), 2.0)
+        both = [GroupedLayer(w, a, b, factor) for w, (a, b) in zip(ws, adapters, strict=True)]
+        return grouped_layers(x, both, sizes, implementation=implementation)
+
+    ys, back = jax.vjp(layers, x, adapters)
+    dx, ((da, _), (_, db)) = back(dys)
+    return ys[0], ys[1], dx, da, db
+
+
+def layers_oracle(x, ws, adapters, sizes, dys) -> list[np.ndarray]:
+    """The same in float64."""
+    wide = jax.tree.map(lambda array: np.asarray(array.astype(jnp.float32), np.float64), (x, ws, adapters, dys))
+    x, ws, adapters, dys = wide
+    ys, dx = [np.zeros_like(dy) for dy in dys], np.zeros_like(x)
+    da, db, start = np.zeros_like(adapters[0][0]), np.zeros_like(adapters[1][1]), 0
+    for e, size in enumerate(sizes):
+        rows, start = slice(start, start + size), start + size
+        for i, (w, (a, b)) in enumerate(zip(ws, adapters, strict=True)):
+            dense, dw = w[e] + 2 * b[e] @ a[e], dys[i][rows].T @ x[rows]
+            ys[i][rows] = x[rows] @ dense.T
+            dx[rows] += dys[i][rows] @ dense
+            if i == 0:
+                da[e] = 2 * b[e].T @ dw
+            else:
+                db[e] = 2 * dw @ a[e].T
+    return [*ys, dx, da, db]
+
+
+def check_layers(name: str, sizes, spare: int, width: int, out: int) -> bool:
+    """Prints and judges the errors of sums of products."""
+    rows, used, groups = sum(sizes) + spare, sum(sizes), len(sizes)
+    keys = iter(jax.random.split(jax.random.key(rows + width), 9))
+
+    def normal(*shape, dtype=jnp.bfloat16):
+        return jax.random.normal(next(keys), shape, dtype)
+
+    x = normal(rows, width).at[used:].set(jnp.nan)
+    ws, dys = (normal(groups, out, width), normal(groups, out, width)), (normal(rows, out), normal(rows, out))
+    dys = tuple(dy.at[used:].set(jnp.nan) for dy in dys)
+    adapters = tuple(
+        (normal(groups, RANK, width, dtype=jnp.float32) * width**-0.5, normal(groups, out, RANK, dtype=jnp.float32))
+        for _ in range(2)
+    )
+    on_device = jnp.asarray(sizes, jnp.int32)
+    ours, again = (run_layers(x, ws, adapters, on_device, dys, implementation="mosaic_gpu") for _ in range(2))
+    dense = run_layers(x, ws, adapters, on_device, dys, implementation="xla")
+    words, good = [], True
+    for label, got, second, plain, truth in zip(
+        ("y0", "y1", "dx", "da", "db"),
+        *(ours, again, dense, layers_oracle(x, ws, adapters, sizes, dys)),
+        strict=True,
+    ):
+        mine, its = (error(value.astype(jnp.float32), truth) for value in (got, plain))
+        fine = mine <= max(1.5 * its, FLOOR) and bool(jnp.array_equal(got, second)) and bool(jnp.isfinite(got).all())
+        good &= fine
+        words.append(f"{label} {mine:.1e}/{its:.1e}{'' if fine else ' ERROR'}")
+    title = f"layers: {name} M{rows} E{groups} D{width} F{out}"
+    print(f"{'ok  ' if good else 'FAIL'} {title:<72} " + "  ".join(words), flush=True)
+    return good
+
+
 def cases(quick: bool) -> Iterator[tuple[Any, ...]]:
     """Arguments of `check`: every routing with two widths in turn, other dtypes, and the shapes of real models."""
     for i, (name, (sizes, spare)) in enumerate(ROUTINGS.items()):
@@ -159,19 +235,21 @@ def main() -> int:
     """Runs every case; one that cannot run is reported and the next ones go on."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="each routing with one width, one shape of a real model")
+    parser.add_argument("--layers", action="store_true", help="sums of products alone")
     parser.add_argument("--threads", type=int, default=8, help="cases at a time")
     options = parser.parse_args()
     print(explain(jnp.zeros((64, 64), jnp.bfloat16), jnp.zeros((1, 64, 64), jnp.bfloat16)))
 
     def run_one(case: tuple) -> bool:
         try:
-            return check(*case)
+            return check_layers(*case[1:]) if case[0] == "layers" else check(*case)
         except Exception:
             print(f"FAIL {case[0]}: {traceback.format_exc(limit=-3)[-1500:]}", flush=True)
             return False
 
     with ThreadPoolExecutor(options.threads) as pool:  # programs are compiled side by side
-        results = list(pool.map(run_one, cases(options.quick)))
+        chosen = [("layers", name, *ROUTINGS[name], *size) for name, size in LAYERS]
+        results = list(pool.map(run_one, chosen if options.layers else [*chosen, *cases(options.quick)]))
     print(f"{sum(results)} of {len(results)} cases within the bar")
     return int(not all(results))
 

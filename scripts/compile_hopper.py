@@ -140,6 +140,11 @@ def attention_kernels():
                 yield cases, *attention(width, deterministic, softcap), 0 if deterministic else 1  # its forward is old
 
 
+def sum_of_three(dy, w, low, down, sizes):
+    """The gradient of what two projections with adapters read."""
+    return grouped.products((dy, dy, low), (w, w, down), sizes, transposed=False)
+
+
 def grouped_kernels():
     """Likewise of grouped products: the product and both gradients."""
     for rows, groups, width, out in ((65536, 64, 2048, 1024), (16384, 8, 4096, 192), (65536, 64, 2048, 64)):
@@ -149,6 +154,11 @@ def grouped_kernels():
         name = f"grouped-D{width}-F{out}"
         yield [f"{name}-forward"], grouped.forward, (x, w, sizes), 0
         yield [f"{name}-dx"], grouped.backward_x, (dy, w, sizes), 0
+        low, down = (
+            jax.ShapeDtypeStruct((rows, 64), jnp.bfloat16),
+            jax.ShapeDtypeStruct((groups, 64, width), jnp.bfloat16),
+        )
+        yield [f"{name}-sum"], sum_of_three, (dy, w, low, down, sizes), 0
         for dtype in (jnp.bfloat16, jnp.float32):
             case = f"{name}-dw{'' if dtype == jnp.bfloat16 else '-f32'}"
             yield [case], functools.partial(grouped.backward_w, dtype=dtype), (x, dy, sizes), 0

@@ -1,6 +1,7 @@
 """Times one LoRA or QLoRA training step of a peer (torch) for bench_train.py, which starts one process per measurement.
 
 Usage: python scripts/peer_step.py make FOLDER '{"hidden_size": ...}'      writes a random model of that shape
+       python scripts/peer_step.py config FOLDER '{"hidden_size": ...}'    its config alone, which hf in bf16 needs
        python scripts/peer_step.py hf-liger|hf|unsloth FOLDER nf4|bf16 ROWSxLENGTH ...
 
 Prints one line "RESULT {...}" for every batch, in their order; an error of one where that one failed.
@@ -12,6 +13,7 @@ import os
 import statistics
 import sys
 import time
+from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -22,22 +24,41 @@ TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]  # parameters: all experts of a layer in one tensor
 
 
-def make(folder: str, shape: dict) -> None:
-    """Writes a model of the given shape with normal(0, 0.02) weights and a word-level tokenizer of that vocabulary."""
-    import torch
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, initialization
+def write_config(folder: str, shape: dict) -> None:
+    """Writes the config.json of a shape; one that names no family is a Llama."""
+    from transformers import AutoConfig
 
+    shape = dict(shape)
     rope = {"rope_type": "default", "rope_theta": shape.pop("rope_theta", 10000.0)}
     options = {"max_position_embeddings": 131072, "rope_parameters": rope, "tie_word_embeddings": False}
     config = AutoConfig.for_model(shape.pop("model_type", "llama"), **shape, **options)
     config.bos_token_id, config.eos_token_id, config.pad_token_id = 0, 1, 2
+    config.save_pretrained(folder)
+
+
+def random_model(folder: str):
+    """The model of a folder's config with normal(0, 0.02) weights in bf16, made on the GPU."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, initialization
+
+    config = AutoConfig.from_pretrained(folder)
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda"), initialization.no_init_weights():
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    torch.set_default_dtype(torch.float32)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             weight.fill_(1.0) if "norm" in name else weight.normal_(0, 0.02)
+    return model
+
+
+def make(folder: str, shape: dict) -> None:
+    """Writes a random model of the given shape and a word-level tokenizer of that vocabulary."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    write_config(folder, shape)
+    model = random_model(folder)
     model.save_pretrained(folder, max_shard_size="4GB")
     words = {"<s>": 0, "</s>": 1, "<pad>": 2} | {f"t{i}": i for i in range(3, shape["vocab_size"])}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
@@ -93,9 +114,13 @@ def load_hf(folder: str, base: str, length: int):
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=torch.bfloat16,
         )
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, quantization_config=packed, dtype=torch.bfloat16, device_map={"": 0}, attn_implementation="sdpa"
-    )
+    if list(Path(folder).glob("*.safetensors")):
+        options: dict = {"dtype": torch.bfloat16, "device_map": {"": 0}, "attn_implementation": "sdpa"}
+        model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=packed, **options)
+    elif packed is None:
+        model = random_model(folder)
+    else:
+        raise SystemExit(f"{folder} has no weights to pack; write them with peer_step.py make")
     model.config.use_cache = False
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.enable_input_require_grads()
@@ -135,8 +160,9 @@ def time_step(model, rows: int, length: int, steps: int = 8) -> dict:
 
 def main(arguments: list[str]) -> None:
     """Makes the model, or times one peer."""
-    if arguments[0] == "make":
-        make(arguments[1], json.loads(arguments[2]))
+    if arguments[0] in ("make", "config"):
+        write = make if arguments[0] == "make" else write_config
+        write(arguments[1], json.loads(arguments[2]))
         return
     peer, folder, base, *batches = arguments
     sizes = [tuple(map(int, batch.split("x"))) for batch in batches]

@@ -137,7 +137,7 @@ class Setting:
         shape: one of SHAPES.
         base: "nf4" or "bf16", how the base is stored.
         finetune: "lora", adapters on every linear layer, experts' too; "full", every weight.
-        optim: optimizer, by its name in a config.
+        optim: optimizer, "adamw" or "adamw_8bit".
         remat: what is kept for the backward pass.
         rows: of the batch.
         length: tokens a row.

@@ -55,8 +55,8 @@ def main(wanted: list[str]) -> None:
         (x, w, sizes), _, _ = build(case)
         dy = jax.random.normal(jax.random.key(1), (x.shape[0], w.shape[1]), x.dtype)
         kernels = {
-            "forward": (functools.partial(group_rows, transposed=True), (x, w, sizes)),
-            "dx": (functools.partial(group_rows, transposed=False), (dy, w, sizes)),
+            "forward": (functools.partial(group_rows, transposed=True), ((x,), (w,), sizes)),
+            "dx": (functools.partial(group_rows, transposed=False), ((dy,), (w,), sizes)),
             "dw": (functools.partial(group_weights, dtype=w.dtype), (x, dy, sizes)),
         }
         for kernel, (function, args) in kernels.items():

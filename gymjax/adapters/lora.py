@@ -14,16 +14,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from gymjax.adapters.dora import Dora
-from gymjax.adapters.experts import grouped_lora
 from gymjax.adapters.tensors import A, B, LoraRow, set_slot_tensors
 from gymjax.models.decoder import Decoder
 from gymjax.models.expert_names import is_router
 from gymjax.models.names import Index, linears
 from gymjax.nn.moe import ExpertLinear
 from gymjax.optim.labels import Trained
+from pallas_kernels.grouped_matmul import GroupedLayer
 from pallas_kernels.lora_linear import Projection, lora_linear, lora_linears, room
 
 
@@ -142,9 +142,9 @@ class Lora(nnx.Module):
         """Columns behind x that `together` has a use for."""
         return room(x, _projections(ws, loras))
 
-    def grouped(self, x: Float[Array, "rows I"], w, sizes: Int[Array, " E"]) -> Float[Array, "rows O"]:
-        """The same for rows sorted by expert, each expert with factors of its own; experts have no dropout."""
-        return grouped_lora(x, w, self.a.get_value(), self.b.get_value(), self.factor.get_value(), sizes)
+    def grouped_layer(self, w) -> GroupedLayer:
+        """Of a projection of experts, each with factors of its own; experts have no dropout."""
+        return GroupedLayer(w, self.a.get_value(), self.b.get_value(), self.factor.get_value())
 
     def effective(self, w: Float[Array, "*E O I"]) -> Float[Array, "*E O I"]:
         """`w + factor * b @ a` in f32, for a layer that is applied inside a loss; dropout cannot act there."""

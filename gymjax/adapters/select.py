@@ -32,7 +32,7 @@ def train_modules(model: Decoder, modules: Sequence[str], *, key: str) -> None:
         key: config key to name in errors.
 
     Raises:
-        ValueError: a name that matches nothing or an expert, a head that is tied, a quantized weight.
+        ValueError: a name that matches nothing, an expert or Mixtral's router, a head that is tied, a quantized weight.
     """
     weights = hf_weights(model.cfg)
     for module in modules:
@@ -46,6 +46,12 @@ def train_modules(model: Decoder, modules: Sequence[str], *, key: str) -> None:
             raise ValueError(
                 f"{key}: {module!r} reaches experts, which no adapter's file holds whole; give them adapters "
                 "(lora_target), or use finetuning_type: full or freeze"
+            )
+        moe = model.cfg.experts
+        if moe is not None and moe.layout == "block_sparse_moe" and any("router" in path for path in paths):
+            raise ValueError(
+                f"{key}: {module!r} reaches Mixtral's router, which transformers names otherwise than its files, so "
+                "that PEFT could not load the adapter; use finetuning_type: full or freeze, or leave it out"
             )
         for path in sorted(paths, key=str):
             train_variable(model, path)

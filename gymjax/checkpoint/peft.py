@@ -26,6 +26,7 @@ from pallas_kernels.nf4_linear import NF4Weight
 WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _EMBED, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_HEAD_BASE = "lm_head.base_layer.weight"  # the frozen head, which PEFT saves along with an adapter of it
 # Settings of PEFT's LoraConfig that change what the adapter computes, with the only values that are done here.
 _ONLY = {
     "lora_bias": (False, None),
@@ -210,6 +211,7 @@ def load_adapter(model: Decoder, folder: Path | str) -> LoraSpec:
         )
     tensors = {name.removeprefix(_PREFIX): value for name, value in open_tensors(folder / WEIGHTS).items()}
     config, tensors = from_peft(folder, model, config, tensors)
+    _check_head(folder, model, tensors.pop(_HEAD_BASE, None))
     suffixes = SUFFIXES if config.get("use_dora") else (A, B)
     adapted = {name: value for name, value in tensors.items() if name.endswith(suffixes)}
     modules = sorted({name.rpartition(".lora_")[0] for name in adapted})
@@ -262,7 +264,8 @@ def attach_blank(model: Decoder, folder: Path | str) -> LoraSpec:
     if config.get("init_lora_weights") == "pissa":
         spec = dataclasses.replace(spec, rank=2 * spec.rank)
     attach(model, spec, key=jax.random.key(0))
-    whole = {name for name in names if ".lora_" not in name} - ({_HEAD} if model.cfg.tie_embeddings else set())
+    whole = {name for name in names if ".lora_" not in name and name != _HEAD_BASE}
+    whole -= {_HEAD} if model.cfg.tie_embeddings else set()
     train_modules(model, sorted({name.rsplit(".", 1)[0] for name in whole}), key="modules_to_save")
     return spec
 
@@ -296,6 +299,18 @@ def _refuse(folder: Path, wrong: Sequence[str]) -> None:
         raise ValueError(
             f"{folder}: {len(wrong)} tensors do not fit {CONFIG} and the base: {'; '.join(wrong[:6])}. "
             "Check r, rank_pattern and the base model"
+        )
+
+
+def _check_head(folder: Path, model: Decoder, saved: np.ndarray | None) -> None:
+    """Refuses an adapter of another head than the model's; rounding to 8 bits or more is the same head."""
+    if saved is None or model.head is None:  # without a head its adapter is refused by name
+        return
+    ours, theirs = (np.asarray(head, np.float32) for head in (model.head.w.get_value(), np.asarray(saved)))
+    if ours.shape != theirs.shape or not np.allclose(ours, theirs, rtol=2**-7, atol=1e-6):
+        raise ValueError(
+            f"{folder}: {_HEAD_BASE} is not the base's lm_head (shapes {theirs.shape} and {ours.shape}): the adapter "
+            "belongs to a base whose head was changed or resized; name that one as model_name_or_path"
         )
 
 

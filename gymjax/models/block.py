@@ -43,6 +43,7 @@ class Block(nnx.Module):
             softcap=cfg.attn_softcap,
             sinks=cfg.attn_sinks,
             fused=cfg.fused,
+            clip=cfg.qkv_clip,
             **shared,
         )
         self.attn_out_norm = norm() if after else None

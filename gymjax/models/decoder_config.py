@@ -51,6 +51,7 @@ class DecoderConfig:
         max_positions: longest sequence the model is made for.
         qkv_bias: whether q, k and v add a bias; likewise out_bias, mlp_bias.
         qk_norm: over what q and k are normalised.
+        qkv_clip: bound on the elements of q, k and v; None: there is none.
         tie_embeddings: the head is the embedding.
         norms: each branch is normalised before ("pre"), after, just before it is added ("post"), or both ("sandwich").
         norm_offset: added to every norm's stored scale.
@@ -79,6 +80,7 @@ class DecoderConfig:
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: QKNorm = "none"
+    qkv_clip: float | None = None
     tie_embeddings: bool = False
     norms: Literal["pre", "post", "sandwich"] = "pre"
     norm_offset: float = 0.0

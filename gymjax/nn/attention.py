@@ -105,6 +105,7 @@ class Attention(nnx.Module):
         softcap: bound on the scores, see flash_attention.
         sinks: whether each head has a learned sink, see flash_attention.
         fused: q, k and v are one matrix, in this order.
+        clip: bound on the elements of q, k and v, before q and k are rotated; None: there is none.
         dtype: of the weights.
         leading: axes of stacked layers.
     """
@@ -127,11 +128,13 @@ class Attention(nnx.Module):
         softcap: float | None,
         sinks: bool,
         fused: bool,
+        clip: float | None,
         dtype: jnp.dtype,
         leading: tuple[int, ...] = (),
     ):
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.window, self.rope, self.scale, self.softcap, self.fused = window, rope, scale, softcap, fused
+        self.clip = clip
         shared = {"dtype": dtype, "leading": leading}
         q_width, kv_width = heads * head_dim, kv_heads * head_dim
         if fused:
@@ -193,7 +196,7 @@ class Attention(nnx.Module):
         return room(x_BTD, (self.qkv,) if self.fused else (self.q, self.k, self.v))
 
     def _project(self, x_BTD: Float[Array, "B T D"], keys, fused_ops: bool) -> tuple[Array, Array, Array]:
-        """q, k and v by heads, normalised but not rotated."""
+        """q, k and v by heads, normalised and clipped but not rotated."""
         B, T, _ = x_BTD.shape
         if self.fused:
             ends = (self.heads * self.head_dim, (self.heads + self.kv_heads) * self.head_dim)
@@ -205,4 +208,6 @@ class Attention(nnx.Module):
         q_BTNH, k_BTKH, v_BTKH = (part.reshape(B, T, -1, self.head_dim) for part in (q, k, v))
         if self.qk_norm == "head":
             q_BTNH, k_BTKH = self.q_norm(q_BTNH, fused_ops=fused_ops), self.k_norm(k_BTKH, fused_ops=fused_ops)
+        if self.clip is not None:
+            q_BTNH, k_BTKH, v_BTKH = (jnp.clip(part, -self.clip, self.clip) for part in (q_BTNH, k_BTKH, v_BTKH))
         return q_BTNH, k_BTKH, checkpoint_name(v_BTKH, "v")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Literal, Protocol
 
 import jax
@@ -14,8 +15,9 @@ from jaxtyping import Array, Bool, Float, Int
 from gymjax.nn.linear import Linear
 from gymjax.nn.mlp import GatedMLP
 from gymjax.nn.ops import layer_ops
-from gymjax.nn.routing import Dispatch, RouterStats, combine, dispatch, route, router_stats, scatter
-from gymjax.quant.grouped import grouped
+from gymjax.nn.routing import Dispatch, RouterStats, combine, dispatch, route, router_logits, router_stats, scatter
+from pallas_kernels.grouped_matmul import GroupedLayer, grouped_layers
+from pallas_kernels.lora_linear import LOW_NAME
 
 ExpertLayout = Literal["experts", "block_sparse_moe", "fused"]
 """How a family's files name the experts, see models/names.py."""
@@ -63,8 +65,8 @@ class MoEConfig:
 class ExpertAdapter(Protocol):
     """What may fill an expert projection's slot."""
 
-    def grouped(self, x: Array, w: Any, sizes: Array) -> Array:
-        """The whole product of every expert's rows, base included."""
+    def grouped_layer(self, w: Any) -> GroupedLayer:
+        """The projection with its base's weights, dense or packed."""
         ...
 
     def effective(self, w: Any) -> Array:
@@ -92,21 +94,33 @@ class ExpertLinear(nnx.Module):
         self.b = nnx.Param(jnp.zeros((*leading, experts, out_width), dtype)) if use_bias else None
         self.adapter: ExpertAdapter | None = nnx.data(None)
 
-    def __call__(
-        self, x: Float[Array, "rows I"], to: Dispatch, scale: Float[Array, "rows 1"] | float = 1.0
-    ) -> Float[Array, "rows O"]:
-        """Applies the layer in x.dtype to rows sorted by expert; the bias is multiplied by `scale`, of each row."""
+    def layer(self) -> GroupedLayer:
+        """The projection without its bias."""
         w = self.w.get_value()
-        y = grouped(x, w, to.sizes) if self.adapter is None else self.adapter.grouped(x, w, to.sizes)
-        return y if self.b is None else y + (scale * self.b.get_value()[to.expert]).astype(y.dtype)
+        return GroupedLayer(w) if self.adapter is None else self.adapter.grouped_layer(w)
+
+
+def apply_experts(
+    x: Float[Array, "rows I"],
+    projections: Sequence[ExpertLinear],
+    to: Dispatch,
+    scale: Float[Array, "rows 1"] | float = 1.0,
+) -> list[Float[Array, "rows O"]]:
+    """Several projections of one input, in x.dtype, its rows sorted by expert; a bias is multiplied by `scale`."""
+    ys = grouped_layers(x, [projection.layer() for projection in projections], to.sizes)
+    biases = [projection.b for projection in projections]
+    return [
+        y if b is None else y + (scale * b.get_value()[to.expert]).astype(y.dtype)
+        for y, b in zip(ys, biases, strict=True)
+    ]
 
 
 class MoE(nnx.Module):
     """`sum_e weight_e * down_e(activation(gate_e(x), up_e(x)))` over a token's chosen experts; no token is dropped.
 
     A token's weights multiply the activations before the last product, which is linear, so that the gradient of the
-    weights needs no output of an expert. For the backward pass the block keeps its input, gate and up, never the sorted
-    copies of its input nor the experts' outputs.
+    weights needs no output of an expert. For the backward pass the block keeps its input, gate, up and adapters' low
+    products, never the sorted copies of its input nor the experts' outputs.
     Source: arXiv 2101.03961, section 2.1; dropless: 2211.15841; what is kept: 2512.14080.
     """
 
@@ -140,8 +154,7 @@ class MoE(nnx.Module):
         """
         keys = [None] * 3 if key is None else jax.random.split(key, 3)
         x_MD = x_BTD.reshape(-1, x_BTD.shape[-1])
-        with jax.default_matmul_precision("highest"):  # in bf16 or TF32 near ties would change experts
-            logits_ME = self.router(x_MD.astype(jnp.float32), keys[0])
+        logits_ME = self._logits(x_MD, keys[0])
         expert_Mk, weight_Mk = route(logits_ME, self.cfg.top_k, renormalize=self.cfg.renormalize)
         y_BTD = self._experts(x_MD, expert_Mk, weight_Mk, fused_ops).reshape(x_BTD.shape)
         if self.shared is not None and self.shared_gate is not None:
@@ -150,6 +163,12 @@ class MoE(nnx.Module):
         stats = None if counted_BT is None else router_stats(logits_ME, expert_Mk, counted_BT.reshape(-1))
         return y_BTD, stats
 
+    def _logits(self, x_MD: Float[Array, "M D"], key: jax.Array | None) -> Float[Array, "M E"]:
+        if x_MD.dtype == jnp.bfloat16 and self.router.adapter is None:
+            return self.router.with_bias(router_logits(x_MD, self.router.w.get_value()))
+        with jax.default_matmul_precision("highest"):  # in TF32 near ties would change experts
+            return self.router(x_MD.astype(jnp.float32), key)
+
     def _experts(
         self, x_MD: Float[Array, "M D"], expert_Mk: Int[Array, "M k"], weight_Mk: Float[Array, "M k"], fused_ops: bool
     ) -> Float[Array, "M D"]:
@@ -157,12 +176,14 @@ class MoE(nnx.Module):
 
         def experts(x_MD: Array, weight_Mk: Array) -> Array:
             rows = scatter(x_MD, to)
-            gate = checkpoint_name(self.gate(rows, to), "gate")
-            up = checkpoint_name(self.up(rows, to), "up")
+            gate, up = apply_experts(rows, (self.gate, self.up), to)
+            gate, up = checkpoint_name(gate, "gate"), checkpoint_name(up, "up")
             activation = self.cfg.activation or layer_ops(fused_ops).swiglu
             weight = weight_Mk[to.token, to.copy][:, None]
             hidden = (activation(gate, up).astype(jnp.float32) * weight).astype(x_MD.dtype)
-            return combine(self.down(hidden, to, weight), to)
+            return combine(apply_experts(hidden, (self.down,), to, weight)[0], to)
 
-        kept = jax.checkpoint_policies.save_only_these_names("gate", "up")
-        return jax.checkpoint(experts, policy=kept)(x_MD, weight_Mk)
+        kept = jax.checkpoint_policies.save_only_these_names("gate", "up", LOW_NAME)
+        # Layers are scanned: what the backward pass computes again is in another loop, so that nothing is shared with
+        # the forward pass; where it computes the whole layer again, rows and unpacked weights are shared with that.
+        return jax.checkpoint(experts, policy=kept, prevent_cse=False)(x_MD, weight_Mk)

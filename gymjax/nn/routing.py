@@ -10,6 +10,46 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 
+@jax.custom_vjp
+def router_logits(x_MD: Float[Array, "M D"], w_ED: Float[Array, "E D"]) -> Float[Array, "M E"]:
+    """`x @ w.T` in f32 of bf16 tokens on the tensor cores: near ties must not change experts.
+
+    Products of bf16 are exact in f32, and an f32 weight is the sum of three in bf16, to its last bit: one product with
+    three times the columns, where one in f32 would run beside the tensor cores on a copy of x in f32. The gradient of w
+    cuts that of the logits likewise; that of x, which is rounded to bf16, takes the leading parts alone.
+    """
+    parts = _thirds(w_ED) if w_ED.dtype == jnp.float32 else [w_ED.astype(x_MD.dtype)]
+    return sum(jnp.split(_f32_product("md,ed->me", x_MD, jnp.concatenate(parts)), len(parts), axis=1), jnp.float32(0))
+
+
+def _router_logits_fwd(x_MD: Array, w_ED: Array) -> tuple[Array, tuple[Array, Array]]:
+    return router_logits(x_MD, w_ED), (x_MD, w_ED)
+
+
+def _router_logits_bwd(residuals: tuple[Array, Array], dy_ME: Array) -> tuple[Array, Array]:
+    x_MD, w_ED = residuals
+    dx_MD = _f32_product("me,ed->md", dy_ME.astype(x_MD.dtype), w_ED.astype(x_MD.dtype)).astype(x_MD.dtype)
+    parts = _f32_product("me,md->ed", jnp.concatenate(_thirds(dy_ME), axis=1), x_MD)
+    return dx_MD, sum(jnp.split(parts, 3), jnp.float32(0)).astype(w_ED.dtype)
+
+
+router_logits.defvjp(_router_logits_fwd, _router_logits_bwd)
+
+
+def _thirds(x: Float[Array, "..."]) -> list[Array]:
+    """Three arrays of bf16 whose sum is x; by reduce_precision, as compilers drop a conversion there and back."""
+    found = []
+    for _ in range(3):
+        leading = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+        found.append(leading.astype(jnp.bfloat16))
+        x = x - leading
+    return found
+
+
+def _f32_product(dims: str, x: Array, y: Array) -> Float[Array, "..."]:
+    return jnp.einsum(dims, x, y, preferred_element_type=jnp.float32)
+
+
 def route(
     logits_ME: Float[Array, "M E"], top_k: int, *, renormalize: bool
 ) -> tuple[Int[Array, "M k"], Float[Array, "M k"]]:
@@ -80,10 +120,22 @@ class Dispatch:
 def dispatch(expert_Mk: Int[Array, "M k"], experts: int) -> Dispatch:
     """Sorts every copy by its expert; no copy is dropped. The sort is stable, so that equal inputs give equal sums."""
     flat = expert_Mk.reshape(-1)
-    order = jnp.argsort(flat, stable=True).astype(jnp.int32)
-    row = jnp.argsort(order).astype(jnp.int32).reshape(expert_Mk.shape)
-    token, copy = jnp.divmod(order, expert_Mk.shape[1])
-    return Dispatch(jnp.bincount(flat, length=experts).astype(jnp.int32), flat[order], token, copy, row)
+    index = jnp.arange(flat.size, dtype=jnp.int32)
+    expert, order = sort_by_expert(flat, experts)
+    row = jnp.zeros_like(index).at[order].set(index, unique_indices=True).reshape(expert_Mk.shape)
+    token, copy = jnp.divmod(order, jnp.int32(expert_Mk.shape[1]))
+    ends = jnp.searchsorted(expert, jnp.arange(experts, dtype=jnp.int32), side="right", method="compare_all")
+    return Dispatch(jnp.diff(ends, prepend=0).astype(jnp.int32), expert, token, copy, row)
+
+
+def sort_by_expert(expert: Int[Array, " n"], experts: int) -> tuple[Int[Array, " n"], Int[Array, " n"]]:
+    """The experts in order, and where each came from, equal ones in their own order."""
+    if experts * expert.size >= 2**31:
+        order = jnp.argsort(expert, stable=True).astype(jnp.int32)
+        return expert[order], order
+    # numbers that hold the place too: one array to sort, and no two are equal
+    both = expert * expert.size + jnp.arange(expert.size, dtype=jnp.int32)
+    return jnp.divmod(jnp.sort(both), jnp.int32(expert.size))
 
 
 @jax.custom_vjp

@@ -1,6 +1,8 @@
 """Public grouped matrix product: argument checks and the gradient's wiring."""
 
 import functools
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -51,13 +53,30 @@ def grouped_matmul(
         )
     if not (jnp.issubdtype(x.dtype, jnp.floating) and jnp.issubdtype(w.dtype, jnp.floating)):
         raise ValueError(f"grouped_matmul: x and w must be floating-point; got {x.dtype} and {w.dtype}")
-    name = _dispatch.choose("grouped_matmul", implementation, _refusals(x, w))
+    name = choose(x, w, implementation)
     return _grouped_matmul(x, w, group_sizes, transposed, name)
 
 
 def explain(x: Float[Array, "M D"] | jax.ShapeDtypeStruct, w: Float[Array, "E F D"] | jax.ShapeDtypeStruct) -> str:
     """Say which implementation None picks for these arguments (arrays or jax.ShapeDtypeStruct) and why."""
     return _dispatch.explain("grouped_matmul", _refusals(x, w))
+
+
+def choose(x: Array, w: Any, implementation: Implementation | None) -> Implementation:
+    """Return the implementation that runs; of w, dense or packed, only its shape counts."""
+    return _dispatch.choose("grouped_matmul", implementation, _refusals(x, w))
+
+
+def product(
+    name: Implementation, xs: Sequence[Array], ws: Sequence[Array], group_sizes: Array, *, transposed: bool
+) -> Float[Array, "M F"]:
+    """Return the sum over i of `xs[i][m] @ ws[i][e].T`, rounded once, by a chosen implementation; no gradient."""
+    return _KERNELS[name].products(xs, ws, group_sizes, transposed=transposed)
+
+
+def weights_gradient(name: Implementation, x: Array, dy: Array, group_sizes: Array, dtype: jnp.dtype) -> Array:
+    """Return the sum of `dy[m] x[m].T` over each group's rows, (E, F, D), by a chosen implementation."""
+    return _KERNELS[name].backward_w(x, dy, group_sizes, dtype)
 
 
 def _refusals(x: Array | jax.ShapeDtypeStruct, w: Array | jax.ShapeDtypeStruct) -> _dispatch.Refusals:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -36,14 +37,27 @@ def forward(
 
     `staged` is for the interpreter, see Tiles. Widths that are no multiple of 64 are padded, which copies x and w.
     """
-    return _rows(x, w, sizes, staged, transposed=True)
+    return products((x,), (w,), sizes, transposed=True, staged=staged)
 
 
 def backward_x(
     dy: Float[Array, "M F"], w: Float[Array, "E F D"], sizes: Int[Array, " E"], *, staged: bool = False
 ) -> Float[Array, "M D"]:
     """Return the gradient of x, dy[m] @ w[e], in dy.dtype."""
-    return _rows(dy, w, sizes, staged, transposed=False)
+    return products((dy,), (w,), sizes, transposed=False, staged=staged)
+
+
+def products(
+    xs: Sequence[Array], ws: Sequence[Array], sizes: Int[Array, " E"], *, transposed: bool, staged: bool = False
+) -> Float[Array, "M F"]:
+    """Return the sum over i of xs[i][m] @ ws[i][e].T, or @ ws[i][e] if not transposed, rounded once to x's dtype."""
+    rows, dtype = len(xs[0]), xs[0].dtype
+    axis = 1 if transposed else 2
+    width = ws[0].shape[axis]
+    xs = tuple(padded(x, _row_count(rows, 1), DEPTH) for x in xs)
+    ws = tuple(padded(w.astype(dtype), 1, DEPTH, DEPTH) for w in ws)
+    kernel = functools.partial(group_rows, transposed=transposed, tiles=tiles_of(ws[0].shape[axis], staged))
+    return sequential_vmap(kernel)(xs, ws, sizes)[:rows, :width]
 
 
 def backward_w(
@@ -66,16 +80,6 @@ def tiles_of(width: int, staged: bool) -> Tiles:
     stages = min(MOST_STAGES, SHARED // (2 * DEPTH * (2 * HALF + columns)))
     # few blocks in the interpreter, so that it meets one with several tiles, and few slots, so that it reuses them
     return Tiles(columns, stages=2, blocks=2, staged=True) if staged else Tiles(columns, stages)
-
-
-def _rows(x: Array, w: Array, sizes: Array, staged: bool, *, transposed: bool) -> Array:
-    rows, width = x.shape[0], w.shape[1 if transposed else 2]
-    x = padded(x, _row_count(rows, 1), DEPTH)
-    w = padded(w.astype(x.dtype), 1, DEPTH, DEPTH)
-    tiles = tiles_of(w.shape[1 if transposed else 2], staged)
-    return sequential_vmap(functools.partial(group_rows, transposed=transposed, tiles=tiles))(x, w, sizes)[
-        :rows, :width
-    ]
 
 
 def _row_count(rows: int, multiple: int) -> int:

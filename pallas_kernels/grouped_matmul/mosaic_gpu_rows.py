@@ -1,11 +1,14 @@
 """The Hopper kernel for products whose rows are grouped: y[m] = x[m] @ w[e].T, and its gradient dx[m] = dy[m] @ w[e].
 
+Several products may be summed, y[m] = x[m] @ w[e].T + low[m] @ up[e].T: one after the other into the same registers.
 A tile is 128 rows of one group by 256 columns. Two compute warpgroups own 64 rows each, with their sums in registers;
 a third streams slots of 64 along the contraction through shared memory, into the next tile while this one is stored.
 There are as many blocks as multiprocessors, and each does every `blocks`-th tile of the table of mosaic_gpu_work.
 """
 
 import dataclasses
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -42,12 +45,12 @@ class Tiles:
     staged: bool = False
 
 
-def group_rows(x, w, sizes, *, transposed: bool, tiles: Tiles):
-    """Multiplies each row with its group's weight.
+def group_rows(xs: Sequence[jax.Array], ws: Sequence[jax.Array], sizes, *, transposed: bool, tiles: Tiles):
+    """Multiplies each row with its group's weight; of several rows and weights the products are summed.
 
     Args:
-        x: (M, K), M at least 64, K a multiple of 64; 16 bit.
-        w: (E, N, K), or (E, K, N) if not transposed; N a multiple of 64; x's dtype.
+        xs: (M, K), M at least 64, K a multiple of 64, which may differ; 16 bit.
+        ws: of each, (E, N, K), or (E, K, N) if not transposed; N a multiple of 64; x's dtype.
         sizes: (E,) rows of each group.
         transposed: whether the weights' last axis is the one that is summed over.
         tiles: sizes.
@@ -55,17 +58,17 @@ def group_rows(x, w, sizes, *, transposed: bool, tiles: Tiles):
     Returns:
         (M, N) in x's dtype; zeros in rows of no group.
     """
-    (rows, depth), groups = x.shape, w.shape[0]
-    width = w.shape[1 if transposed else 2]
-    if rows < HALF or depth % DEPTH or width % DEPTH:
-        raise ValueError(f"M={rows} must be at least {HALF}, K={depth} and N={width} multiples of {DEPTH}; pad them")
+    rows, groups, dtype, depths = xs[0].shape[0], ws[0].shape[0], xs[0].dtype, [x.shape[1] for x in xs]
+    width = ws[0].shape[1 if transposed else 2]
+    if rows < HALF or any(depth % DEPTH for depth in depths) or width % DEPTH:
+        raise ValueError(f"M={rows} must be at least {HALF}, K={depths} and N={width} multiples of {DEPTH}; pad them")
     columns, stages = tiles.columns, tiles.stages
     team = 2 if tiles.pair else 1  # blocks that take one line of the table, each a tile of its columns
     table = row_items(sizes, rows, -(-width // (team * columns)), tiles.band)
     blocks = min(table.shape[0], (tiles.blocks or _platform.multiprocessors()) // team)
 
     def kernel(refs, scratch):
-        x_ref, w_ref, table_ref, y_ref = refs
+        x_refs, w_refs, (table_ref, y_ref) = refs[: len(xs)], refs[len(xs) : -2], refs[-2:]
         x_smem, w_smem, y_smem, ready, free = scratch
         # The copy engine must not see tiles of 8 rows, between which it could not start; the tensor cores must.
         x_rows, x_tiles = (x_smem, x_smem) if tiles.staged else x_smem
@@ -81,7 +84,7 @@ def group_rows(x, w, sizes, *, transposed: bool, tiles: Tiles):
             return table_ref[line, GROUP], column, *(table_ref[line, field] for field in fields)
 
         def steps_of(group):
-            return jnp.where(group < groups, depth // DEPTH, 0)
+            return jnp.where(group < groups, sum(depths) // DEPTH, 0)
 
         @pl.when(warpgroup < WARPGROUPS)
         def _compute():
@@ -136,8 +139,8 @@ def group_rows(x, w, sizes, *, transposed: bool, tiles: Tiles):
                 steps, following = steps_of(group), item(n + 1, FIRST, FIRST + 1)
                 column = pl.ds(column * columns, columns)
 
-                def load(k, _):
-                    turn = visited + k
+                def load(k, _, x_ref, w_ref, before):
+                    turn = visited + before + k
                     slot = lax.rem(turn, jnp.int32(stages))
                     inner = pl.ds(k * DEPTH, DEPTH)
                     pl.when(turn >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
@@ -147,27 +150,32 @@ def group_rows(x, w, sizes, *, transposed: bool, tiles: Tiles):
                     tile_w = w_ref.at[group, column, inner] if transposed else w_ref.at[group, inner, column]
                     plgpu.copy_gmem_to_smem(tile_w, w_smem.at[slot], ready.at[slot])
 
-                lax.fori_loop(0, steps, load, None)
+                before = jnp.int32(0)
+                for x_ref, w_ref, depth in zip(x_refs, w_refs, depths, strict=True):
+                    count = jnp.where(group < groups, depth // DEPTH, 0)
+                    one = functools.partial(load, x_ref=x_ref, w_ref=w_ref, before=before)
+                    lax.fori_loop(0, count, one, None)
+                    before += count
                 return visited + steps, following
 
             visited, _ = lax.fori_loop(0, mine, tile, (jnp.int32(0), item(0, FIRST, FIRST + 1)))
             drain(visited, stages, free)
 
     half = (stages, WARPGROUPS, HALF, DEPTH)
-    x_tiles = plgpu.SMEM(half, x.dtype, transforms=swizzled(DEPTH))
-    x_rows = plgpu.SMEM(half, x.dtype, transforms=swizzled(DEPTH)[1:])
+    x_tiles = plgpu.SMEM(half, dtype, transforms=swizzled(DEPTH))
+    x_rows = plgpu.SMEM(half, dtype, transforms=swizzled(DEPTH)[1:])
     w_tile = (columns, DEPTH) if transposed else (DEPTH, columns)
     return launch(
         kernel,
         (
             x_tiles if tiles.staged else plgpu.RefUnion(x_rows, x_tiles),
-            plgpu.SMEM((stages, *w_tile), x.dtype, transforms=swizzled(w_tile[1])),
-            store_buffers(x.dtype),
+            plgpu.SMEM((stages, *w_tile), dtype, transforms=swizzled(w_tile[1])),
+            store_buffers(dtype),
             plgpu.Barrier(num_arrivals=WARPGROUPS + 1, num_barriers=stages),
             free_slots(tiles),
         ),
-        *(x, w, table),
-        out_type=jax.ShapeDtypeStruct((rows, width), x.dtype),
+        *(*xs, *ws, table),
+        out_type=jax.ShapeDtypeStruct((rows, width), dtype),
         **shape(blocks, tiles),
     )
 

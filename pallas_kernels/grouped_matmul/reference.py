@@ -8,6 +8,7 @@ an (E, M, D) copy of x.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -27,12 +28,12 @@ class _Blocks(NamedTuple):
 
 def forward(x: Float[Array, "M D"], w: Float[Array, "E F D"], sizes: Int[Array, " E"]) -> Float[Array, "M F"]:
     """Return x[m] @ w[e].T for every row m of group e, 0 for rows of no group, in x.dtype."""
-    return _product(x, w, sizes, contracted=1)
+    return products((x,), (w,), sizes, transposed=True)
 
 
 def backward_x(dy: Float[Array, "M F"], w: Float[Array, "E F D"], sizes: Int[Array, " E"]) -> Float[Array, "M D"]:
     """Return the gradient of x, dy[m] @ w[e], in dy.dtype."""
-    return _product(dy, w, sizes, contracted=0)
+    return products((dy,), (w,), sizes, transposed=False)
 
 
 def backward_w(
@@ -52,19 +53,24 @@ def backward_w(
     return jax.lax.scan(add, zero, _blocks(x.shape[0], sizes, size))[0].astype(dtype)
 
 
-def _product(x: Array, w: Array, sizes: Array, *, contracted: int) -> Array:
-    """Product of every block with its group's weight over the weight's axis `contracted`."""
-    rows = x.shape[0]
+def products(
+    xs: Sequence[Array], ws: Sequence[Array], sizes: Int[Array, " E"], *, transposed: bool
+) -> Float[Array, "M F"]:
+    """Return the sum over i of xs[i][m] @ ws[i][e].T, or @ ws[i][e] if not transposed, rounded once to x's dtype."""
+    rows, dtype, axis = xs[0].shape[0], xs[0].dtype, 1 if transposed else 0
     size = _block_size(rows, *sizes.shape)
-    x_pad = _pad(x, size)
-    dims = (((1,), (contracted,)), ((), ()))
+    pads = [_pad(x, size) for x in xs]
+    dims = (((1,), (axis,)), ((), ()))
 
     def write(y: Array, block: _Blocks) -> tuple[Array, None]:
-        part = jax.lax.dynamic_slice_in_dim(x_pad, block.row, size)
-        part = jax.lax.dot_general(part, w[block.group].astype(x.dtype), dims, preferred_element_type=jnp.float32)
-        return jax.lax.dynamic_update_slice_in_dim(y, part.astype(x.dtype), block.row, 0), None
+        part = jnp.float32(0)
+        for x_pad, w in zip(pads, ws, strict=True):
+            x = jax.lax.dynamic_slice_in_dim(x_pad, block.row, size)
+            one = w[block.group].astype(dtype)
+            part += jax.lax.dot_general(x, one, dims, preferred_element_type=jnp.float32)
+        return jax.lax.dynamic_update_slice_in_dim(y, part.astype(dtype), block.row, 0), None
 
-    zero = jnp.zeros((rows + size, w.shape[2 - contracted]), x.dtype)
+    zero = jnp.zeros((rows + size, ws[0].shape[2 - axis]), dtype)
     y, _ = jax.lax.scan(write, zero, _blocks(rows, sizes, size))
     return jnp.where(jnp.arange(rows)[:, None] < jnp.sum(sizes), y[:rows], 0)
 

@@ -178,6 +178,7 @@ FROM_PEFT = {
             "use_rslora": True,
         },
     ),
+    "head": ("untied", {"r": 4, "target_modules": ["q_proj", "lm_head"]}),
     "saved": ("untied", {"r": 4, "target_modules": ["q_proj"], "modules_to_save": ["lm_head", "model.norm"]}),
     "saved-tied": (
         "tied",
@@ -231,3 +232,17 @@ def test_bad_adapter_of_an_untied_embedding(bases, tokens, torch_side, tmp_path)
     )
     with pytest.raises(ValueError, match=r"ties its head to its embedding.*ensure_weight_tying"):
         load_adapter(load(bases / "tied"), tmp_path / "theirs")
+
+
+def test_an_adapter_of_another_head_is_refused(bases, tokens, torch_side, tmp_path):
+    torch_side.make_adapter(
+        folder=bases / "untied",
+        adapter=tmp_path / "theirs",
+        settings={"r": 4, "target_modules": ["lm_head"]},
+        tokens=tokens.tolist(),
+        out=tmp_path / "out.npy",
+    )
+    model = load(bases / "untied")
+    model.head.w.set_value(model.head.w.get_value() * 1.1)
+    with pytest.raises(ValueError, match=r"lm_head.base_layer.weight is not the base's lm_head .*model_name_or_path"):
+        load_adapter(model, tmp_path / "theirs")

@@ -35,6 +35,7 @@ VARIANTS = {
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4},
     "mixtral-window": {"model_type": "mixtral", "num_local_experts": 3, "sliding_window": 7},
     "olmoe": {"model_type": "olmoe", "num_experts": 6, "num_experts_per_tok": 3},
+    "olmoe-clipped": {"model_type": "olmoe", "num_experts": 4, "clip_qkv": 0.6},
     "olmoe-normalized": {"model_type": "olmoe", "num_experts": 4, "norm_topk_prob": True},
     "qwen2_moe": {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 28, **QWEN},
     "qwen2_moe-mixed": {

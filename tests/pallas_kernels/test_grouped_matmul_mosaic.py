@@ -78,6 +78,31 @@ def test_interpreted_kernels(routing, dtype, normal, relative_error, capfd, grou
     assert not np.asarray(got[2], np.float32)[np.asarray(sizes) == 0].any()
 
 
+@pytest.mark.parametrize("routing", ["empty, odd sizes, rows of no group", "small groups"])
+def test_interpreted_sums_of_products(routing, normal, relative_error, capfd, grouped_oracle):
+    """One kernel sums products of different depths, in the base's orientation and in that of the gradient."""
+    rows, sizes, (width, out) = ROUTINGS[routing]
+    x, w, low, up, dy = normal(
+        4,
+        (rows, width),
+        (len(sizes), out, width),
+        (rows, 128),
+        (len(sizes), out, 128),
+        (rows, out),
+        dtype=jnp.bfloat16,
+    )
+    on_device = jnp.asarray(sizes, jnp.int32)
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+        y = mosaic_gpu.products((x, low), (w, up), on_device, transposed=True, staged=True)
+        back = mosaic_gpu.products((dy, dy), (up, up), on_device, transposed=False, staged=True)
+        y, back = jax.block_until_ready((y, back))
+    assert races(capfd.readouterr().out) == []
+    base, low_side = grouped_oracle(x, w, sizes, dy), grouped_oracle(low, up, sizes, dy)
+    rounding = 0.6 * float(jnp.finfo(jnp.bfloat16).eps)  # the f32 sum is rounded once
+    assert relative_error(y, base[0] + low_side[0]) <= rounding
+    assert relative_error(back, 2 * low_side[1]) <= rounding
+
+
 @pytest.mark.parametrize("routing", ["full tiles", "small groups"])
 def test_interpreted_pairs_of_blocks(routing, normal, relative_error, capfd, grouped_oracle):
     """Blocks of a cluster that share what they read; of an odd number of tiles, one is empty."""
@@ -88,8 +113,8 @@ def test_interpreted_pairs_of_blocks(routing, normal, relative_error, capfd, gro
     on_device = jnp.asarray(sizes, jnp.int32)
     padded = (jnp.pad(array, ((0, rows8), (0, 0))) for array in (x, dy))
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
-        y = group_rows(x, w, on_device, transposed=True, tiles=tiles)
-        dx = group_rows(dy, w, on_device, transposed=False, tiles=tiles)
+        y = group_rows((x,), (w,), on_device, transposed=True, tiles=tiles)
+        dx = group_rows((dy,), (w,), on_device, transposed=False, tiles=tiles)
         dw = group_weights(*padded, on_device, dtype=jnp.bfloat16, tiles=tiles)
         got = jax.block_until_ready((y, dx, dw))
     assert races(capfd.readouterr().out) == []

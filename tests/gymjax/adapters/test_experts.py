@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from gymjax.adapters.experts import grouped_lora
 from gymjax.adapters.lora import LoraSpec, attach, lora_modules, merge
 from gymjax.adapters.select import train_modules
 from gymjax.models.decoder_config import LayerKind, Stack
@@ -16,7 +15,8 @@ from gymjax.models.names import linears
 from gymjax.nn.moe import MoEConfig
 from gymjax.optim.labels import Trained
 from gymjax.quant import nf4
-from gymjax.quant.grouped import grouped
+from pallas_kernels.grouped_matmul import GroupedLayer, grouped_layers
+from pallas_kernels.nf4_linear import dequantize
 
 E, F, D, R = 4, 10, 16, 3
 SIZES = np.array([5, 0, 7, 1])
@@ -50,14 +50,12 @@ def test_gradients_equal_dense_experts(packed, arrays):
     if packed:
         rows = [nf4.quantize(w.astype(np.float32), dtype="float32") for w in arrays["w"]]
         w = jax.tree.map(lambda *leaves: jnp.stack(leaves), *rows)
-        arrays["w"] = np.asarray(
-            grouped(jnp.tile(jnp.eye(D), (E, 1)), w, jnp.full(E, D)).reshape(E, D, F).swapaxes(1, 2), np.float64
-        )
+        arrays["w"] = np.asarray(dequantize(w), np.float64)
     else:
         w = jnp.asarray(arrays["w"], jnp.float32)
     x, a, b, factor, dy = (jnp.asarray(arrays[name], jnp.float32) for name in ("x", "a", "b", "factor", "dy"))
     sizes = jnp.asarray(SIZES, jnp.int32)
-    y, pull_back = jax.vjp(lambda x, a, b: grouped_lora(x, w, a, b, factor, sizes), x, a, b)
+    y, pull_back = jax.vjp(lambda x, a, b: grouped_layers(x, [GroupedLayer(w, a, b, factor)], sizes)[0], x, a, b)
     for ours, exact in zip((y, *pull_back(dy)), oracle(**arrays), strict=True):
         np.testing.assert_allclose(ours, exact, atol=2e-4)  # f32: products of sums of 16 and of 3 terms of unit size
 
@@ -101,6 +99,13 @@ def test_routers_are_trained_whole_but_experts_not(make_model):
     assert isinstance(model.stacks[0][1].mlp.router.w, Trained)
     with pytest.raises(ValueError, match="additional_target: 'experts' reaches experts, which no adapter's file holds"):
         train_modules(model, ["experts"], key="additional_target")
+
+
+def test_mixtral_s_router_is_not_trained_whole_beside_an_adapter(make_model):
+    moe = dataclasses.replace(MOE, shared_ffn_width=None, layout="block_sparse_moe")
+    model = make_model(stacks=(Stack((LayerKind(experts=moe),), 2),))
+    with pytest.raises(ValueError, match=r"additional_target: 'gate' reaches Mixtral's router.*full or freeze"):
+        train_modules(model, ["gate"], key="additional_target")
 
 
 def test_dropout_and_dora_on_experts_are_refused(make_model):

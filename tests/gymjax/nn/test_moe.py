@@ -9,10 +9,7 @@ import pytest
 from flax import nnx
 
 from gymjax.nn.moe import ClampedSwiGLU, MoE, MoEConfig
-from gymjax.nn.routing import dispatch, route, router_stats
-from gymjax.quant import nf4
-from gymjax.quant.grouped import grouped
-from pallas_kernels.nf4_linear import dequantize
+from gymjax.nn.routing import dispatch, route, router_logits, router_stats, sort_by_expert
 
 D = 12
 PLAIN = MoEConfig(experts=5, top_k=2, ffn_width=9, renormalize=True)
@@ -134,14 +131,26 @@ def test_statistics_leave_padding_out():
     np.testing.assert_allclose(some.z, np.sum(np.log(np.exp(np.asarray(logits)[real]).sum(1)) ** 2), rtol=1e-5)
 
 
-def test_packed_experts_are_dequantized_one_by_one():
+@pytest.mark.parametrize("experts", [3, 2**30])
+def test_experts_are_sorted_whether_or_not_their_places_fit_beside_them(experts):
+    expert = np.random.default_rng(0).integers(0, 3, 50).astype(np.int32)
+    ordered, order = sort_by_expert(jnp.asarray(expert), experts)
+    np.testing.assert_array_equal(order, np.argsort(expert, kind="stable"))
+    np.testing.assert_array_equal(ordered, np.sort(expert))
+
+
+@pytest.mark.parametrize("w_dtype", [jnp.float32, jnp.bfloat16])
+def test_router_of_bf16_tokens_is_as_exact_as_f32(w_dtype):
     rng = np.random.default_rng(0)
-    weights = rng.normal(0, 1, (3, 10, 16)).astype(np.float32)
-    rows = [nf4.quantize(w, dtype="float32") for w in weights]
-    packed = jax.tree.map(lambda *leaves: jnp.stack(leaves), *rows)
-    x, sizes = jnp.asarray(rng.normal(0, 1, (13, 16)), jnp.float32), jnp.asarray([4, 0, 9])
-    y, pull_back = jax.vjp(lambda x: grouped(x, packed, sizes), x)
-    dense_w = jnp.stack([dequantize(row) for row in rows])
-    exact, exact_back = jax.vjp(lambda x: grouped(x, dense_w, sizes), x)
-    np.testing.assert_array_equal(y, exact)
-    np.testing.assert_allclose(pull_back(y)[0], exact_back(y)[0], rtol=1e-6, atol=1e-5)  # the transposed product
+    x, dy = jnp.asarray(rng.normal(0, 1, (64, 96)), jnp.bfloat16), jnp.asarray(rng.normal(0, 1, (64, 8)), jnp.float32)
+    w = jnp.asarray(rng.normal(0, 1, (8, 96)), w_dtype)
+    y, pull_back = jax.vjp(jax.jit(router_logits), x, w)
+    dx, dw = pull_back(dy)
+    exact_x, exact_w, exact_dy = (np.asarray(array, np.float64) for array in (x, w, dy))
+    np.testing.assert_allclose(y, exact_x @ exact_w.T, rtol=0, atol=2e-5)  # f32 sums of 96 products of unit size
+    assert (dx.dtype, dw.dtype) == (jnp.bfloat16, w_dtype)
+    # rounding to 8 bits of dy, w and dx; of dw where it is bf16
+    np.testing.assert_allclose(dx.astype(jnp.float32), exact_dy @ exact_w, rtol=0, atol=0.06)
+    np.testing.assert_allclose(
+        dw.astype(jnp.float32), exact_dy.T @ exact_x, rtol=0, atol=2e-5 if w_dtype == jnp.float32 else 0.1
+    )

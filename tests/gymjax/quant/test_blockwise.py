@@ -66,3 +66,19 @@ def test_a_value_half_way_takes_the_lower_code():
     middle = np.float32(0.5) * (values[100] + values[101])
     q = quantize(jnp.asarray([1.0, middle], jnp.float32), "unsigned")
     assert int(q.codes[1]) == 100
+
+
+@pytest.mark.parametrize("kind", ["signed", "unsigned"])
+def test_the_guess_is_put_right_at_every_midpoint(kind):
+    """Codes beside every midpoint, value and decade's end equal a search among the midpoints."""
+    middles = np.float32(0.5) * (MAPS[kind][:-1] + MAPS[kind][1:])
+    ends = np.float32(10.0) ** -np.arange(8, dtype=np.float32)
+    points = [middles, MAPS[kind], ends, np.random.default_rng(0).uniform(0, 1, 4096).astype(np.float32)]
+    points = np.concatenate(points)
+    points = np.concatenate([points, np.nextafter(points, np.float32(2)), np.nextafter(points, np.float32(-2))])
+    points = np.concatenate([points, -points]) if kind == "signed" else points[points >= 0]
+    points = points[np.abs(points) <= 1]
+    rows = np.ones((len(points), BLOCK), np.float32)  # the rest of a block makes its absmax 1
+    rows[:, 0] = points
+    codes = np.asarray(quantize(jnp.asarray(rows), kind).codes)[:, 0]
+    np.testing.assert_array_equal(codes, np.searchsorted(middles, points, side="left"))
