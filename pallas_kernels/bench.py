@@ -102,7 +102,7 @@ def rates(
 
     def build_programs(named: tuple[str, Peer]) -> Any:
         try:
-            return _programs(case, named[1], shapes, kwargs, static)
+            return _programs(case, named[1], shapes, kwargs, static, case.metric or module.METRIC)
         except _FAILURES as error:
             return error
 
@@ -192,32 +192,46 @@ def _bind(op: str, name: str, implementation: str) -> Callable[..., Any]:
 
 
 def _programs(
-    case: Case, peer: Peer, shapes: tuple, kwargs: dict[str, Any], static: dict[str, Any]
+    case: Case, peer: Peer, shapes: tuple, kwargs: dict[str, Any], static: dict[str, Any], metric: str
 ) -> dict[str, jax.stages.Compiled]:
-    """Compiled from shapes: "forward", where it has a gradient "both", and each of the case's parts."""
+    """Compiled from shapes.
+
+    "forward"; with a gradient "both", and each of the case's parts; of operations measured in bytes, whose two passes a
+    compiler would make one where nothing is between them, "keep" (the forward pass and what it keeps) and "backward".
+    """
     prepared = jax.eval_shape(peer.prepare, *shapes)
 
     def forward(args: tuple, arrays: dict[str, jax.Array]) -> Any:
         return peer.call(*args, **arrays, **static)
 
-    def gradients(args: tuple, arrays: dict[str, jax.Array], cotangent: Any, wrt: tuple[int, ...]) -> Any:
+    def keep(args: tuple, arrays: dict[str, jax.Array], wrt: tuple[int, ...]) -> Any:
         def of_wrt(*values: jax.Array) -> Any:
             replaced = dict(zip(wrt, values, strict=True))
             return forward(tuple(replaced.get(i, arg) for i, arg in enumerate(args)), arrays)
 
-        out, pull_back = jax.vjp(of_wrt, *(args[i] for i in wrt))
+        return jax.vjp(of_wrt, *(args[i] for i in wrt))
+
+    def both(args: tuple, arrays: dict[str, jax.Array], cotangent: Any, wrt: tuple[int, ...]) -> Any:
+        out, pull_back = keep(args, arrays, wrt)
         return out, pull_back(cotangent)
 
     lowered = jax.jit(forward).lower(prepared, kwargs)
     programs = {"forward": lowered.compile()}
     if not case.wrt:
         return programs
-    inputs = prepared, kwargs, jax.tree.map(lambda o: jax.ShapeDtypeStruct(o.shape, o.dtype), lowered.out_info)
-    programs["both"] = jax.jit(functools.partial(gradients, wrt=case.wrt)).lower(*inputs).compile()
+    cotangent = _shapes(lowered.out_info)
+    if metric == "gbps":
+        kept = jax.jit(functools.partial(keep, wrt=case.wrt)).lower(prepared, kwargs)
+        backward = jax.jit(lambda pull_back, cotangent: pull_back(cotangent)).lower(
+            _shapes(kept.out_info[1]), cotangent
+        )
+        return programs | {"keep": kept.compile(), "backward": backward.compile()}
+    inputs = prepared, kwargs, cotangent
+    programs["both"] = jax.jit(functools.partial(both, wrt=case.wrt)).lower(*inputs).compile()
     for part, (position, _) in case.parts.items():
 
         def gradient(args: tuple, arrays: dict[str, jax.Array], cotangent: Any, position: int = position) -> Any:
-            return gradients(args, arrays, cotangent, (position,))[1]  # the compiler drops the forward where it can
+            return both(args, arrays, cotangent, (position,))[1]  # the compiler drops the forward where it can
 
         try:
             programs[part] = jax.jit(gradient).lower(*inputs).compile()
@@ -226,27 +240,37 @@ def _programs(
     return programs
 
 
+def _shapes(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
+
+
 def _metrics(
     case: Case, peer: Peer, programs: dict[str, jax.stages.Compiled], args: tuple, arrays: dict[str, Any], metric: str
 ) -> dict[str, float]:
-    """Time forward, and forward with backward; return the metrics of both and the memory of the latter."""
+    """Time what `_programs` made; the memory is that of the last pass."""
     args = jax.block_until_ready(peer.prepare(*args))
     out = programs["forward"](args, arrays)
     seconds = median_seconds(programs["forward"], args, arrays)
-    work, work_both, unit = (case.flops, case.flops_fwd_bwd, 1e12)
-    if metric == "gbps":
-        work, work_both, unit = (case.bytes, case.bytes_fwd_bwd, 1e9)
-    alone, together = ("gbps", "gbps_fwd_bwd") if metric == "gbps" else ("tflops_fwd", "tflops_fwd_bwd")
+    alone = {"gbps": case.bytes / seconds / 1e9} if metric == "gbps" else {"tflops_fwd": case.flops / seconds / 1e12}
     if not case.wrt:
-        return {alone: work / seconds / unit, "peak_gib": _bytes(programs["forward"]) / 2**30}
-    cotangent = jax.tree.map(lambda o: jax.random.normal(jax.random.key(1), o.shape, o.dtype), out)
+        return alone | {"peak_gib": _bytes(programs["forward"]) / 2**30}
+    cotangent = jax.jit(lambda out: jax.tree.map(_normal, out))(out)
     del out
-    seconds_both = median_seconds(programs["both"], args, arrays, cotangent)
-    result = {alone: work / seconds / unit, together: work_both / seconds_both / unit}
+    if metric == "gbps":
+        _, pull_back = programs["keep"](args, arrays)
+        seconds = median_seconds(programs["backward"], pull_back, cotangent)
+        alone["gbps_bwd"] = (case.bytes_fwd_bwd - case.bytes) / seconds / 1e9
+        return alone | {"peak_gib": _bytes(programs["backward"]) / 2**30}
+    seconds = median_seconds(programs["both"], args, arrays, cotangent)
+    alone["tflops_fwd_bwd"] = case.flops_fwd_bwd / seconds / 1e12
     for part, (_, flops) in case.parts.items():
         if part in programs:
-            result[part] = flops / median_seconds(programs[part], args, arrays, cotangent) / 1e12
-    return result | {"peak_gib": _bytes(programs["both"]) / 2**30}
+            alone[part] = flops / median_seconds(programs[part], args, arrays, cotangent) / 1e12
+    return alone | {"peak_gib": _bytes(programs["both"]) / 2**30}
+
+
+def _normal(leaf: jax.Array) -> jax.Array:
+    return jax.random.normal(jax.random.key(1), leaf.shape, leaf.dtype)
 
 
 def median_seconds(compiled: Callable[..., Any], *args: Any) -> float:

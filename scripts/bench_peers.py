@@ -20,7 +20,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
+import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -181,7 +182,7 @@ def time_torch(op: str, described: list, lock: Path) -> None:
     print(json.dumps(found))
 
 
-def torch_rates(op: str, cases: list, lock: Path) -> dict[str, dict[str, dict[str, float]]]:
+def torch_rates(op: str, cases: list, lock: Path, patience: float) -> dict[str, dict[str, dict[str, float]]]:
     """Rates of torch's peers by case, from a process that times them all; empty where there are none."""
     from pallas_kernels import bench
 
@@ -194,20 +195,27 @@ def torch_rates(op: str, cases: list, lock: Path) -> dict[str, dict[str, dict[st
         shapes = [list(arg.shape) for arg in args if hasattr(arg, "shape")]
         described.append([case.name, case.function or op, shapes, static | {"packed": bool(arrays)}])
     command = [sys.executable, __file__, op, "--lock", str(lock), "--torch", json.dumps(described)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=patience)
+    except subprocess.TimeoutExpired:
+        print(f"torch: not ended after {patience} s", file=sys.stderr)
+        return {}
     print(done.stderr[-500:], file=sys.stderr, end="")
     if done.returncode:
         return {}
     tera = op in ("flash_attention", "linear_cross_entropy")
-    names, unit = (("tflops_fwd", "tflops_fwd_bwd"), 1e9) if tera else (("gbps", "gbps_fwd_bwd"), 1e6)
     rates: dict[str, dict[str, dict[str, float]]] = {}
     for name, peers in json.loads(done.stdout.splitlines()[-1]).items():
-        case = known[name]
-        work = (case.flops, case.flops_fwd_bwd) if tera else (case.bytes, case.bytes_fwd_bwd)
-        rates[name] = {
-            peer: {n: w / ms / unit for n, w, ms in zip(names, work, times)} for peer, times in peers.items()
-        }
+        rates[name] = {peer: torch_metrics(known[name], *times, tera) for peer, times in peers.items()}
     return rates
+
+
+def torch_metrics(case, forward: float, both: float, tera: bool) -> dict[str, float]:
+    """Metrics of milliseconds; the backward pass alone is what is left of both."""
+    if tera:
+        return {"tflops_fwd": case.flops / forward / 1e9, "tflops_fwd_bwd": case.flops_fwd_bwd / both / 1e9}
+    backward = (case.bytes_fwd_bwd - case.bytes) / max(both - forward, 1e-6)
+    return {"gbps": case.bytes / forward / 1e6, "gbps_bwd": backward / 1e6}
 
 
 @contextlib.contextmanager
@@ -227,7 +235,7 @@ def copy_rate() -> dict[str, float]:
 
     x = jnp.zeros(2**29, jnp.bfloat16)
     rate = 2 * x.nbytes / median_seconds(jax.jit(lambda x: x + 1).lower(x).compile(), x) / 1e9
-    return {"gbps": rate, "gbps_fwd_bwd": rate}
+    return {"gbps": rate, "gbps_bwd": rate}
 
 
 OURS = {"flash_attention": ("mosaic_gpu", "cudnn"), "grouped_matmul": ("mosaic_gpu", "xla")}
@@ -261,8 +269,19 @@ def time_case(op: str, case, module, lock: Path) -> None:
 
     from pallas_kernels import bench
 
+    started = time.perf_counter()
+
+    @contextlib.contextmanager
+    def alone():
+        compiled = time.perf_counter()
+        with holding(lock):
+            held = time.perf_counter()
+            yield
+        times = (compiled - started, held - compiled, time.perf_counter() - held)
+        print(f"{case.name}: compiled {times[0]:.0f} s, waited {times[1]:.0f}, timed {times[2]:.0f}", file=sys.stderr)
+
     peers = {} if case.function else peers_of(op, case, module)
-    results = bench.rates(op, case, module, implementations=OURS.get(op), peers=peers, alone=holding(lock))
+    results = bench.rates(op, case, module, implementations=OURS.get(op), peers=peers, alone=alone())
     if (case.metric or module.METRIC) == "gbps":
         with holding(lock):
             results["copy"] = copy_rate()
@@ -316,10 +335,11 @@ def main() -> None:
     out = options.out or Path("scripts/results") / f"{options.op}.jsonl"
     with tempfile.NamedTemporaryFile() as lock, ThreadPoolExecutor(options.processes + 1) as pool:
         file = Path(lock.name)
-        torch = pool.submit(torch_rates, options.op, [known[name] for name in names], file)
-        timed = [pool.submit(run_case, options.op, name, file, options.seconds, tiny) for name in names]
-        for name, future in zip(names, timed, strict=True):
-            if not (told := future.result()):
+        torch = pool.submit(torch_rates, options.op, [known[name] for name in names], file, options.seconds)
+        timed = {pool.submit(run_case, options.op, name, file, options.seconds, tiny): name for name in names}
+        for future in as_completed(timed):
+            name, told = timed[future], future.result()
+            if not told:
                 continue
             results = (torch.result().get(name, {}) if not torch.exception() else {}) | told["results"]
             for line in bench.lines(options.op, known[name], results, OURS.get(options.op), told["device"]):

@@ -117,6 +117,7 @@ def time_step(setting: Setting, steps: int) -> dict:
         "in_use_gib": [each["bytes_in_use"] / GIB for each in [*memory, allocator()]],
         "peaks_gib": [each["peak_bytes_in_use"] / GIB for each in memory],
         "compile_s": program.seconds,
+        "trace_s": program.traced,
         "mfu": None if peak is None else flops / median / peak,
         "loss": float(metrics["loss"]),
         "device": jax.devices()[0].device_kind,

@@ -26,12 +26,14 @@ class Program:
         seconds: of tracing and compiling.
         cached: whether it came from the persistent cache; None where none is used.
         peak_gib: arguments, outputs and temporaries at once by the compiler's own analysis; None where it gives none.
+        traced: of the seconds, those that went to tracing and lowering, in Python.
     """
 
     call: Callable
     seconds: float
     cached: bool | None
     peak_gib: float | None
+    traced: float = 0.0
 
 
 def jit_step(
@@ -53,9 +55,11 @@ def compile_program(jitted: Any, *arguments: Any) -> Program:
     """Lowers and compiles a jitted function for arguments of these shapes and shardings."""
     started = time.perf_counter()
     with _cache_events() as events:
-        compiled = jitted.lower(*arguments).compile()
+        lowered = jitted.lower(*arguments)
+        traced = time.perf_counter() - started
+        compiled = lowered.compile()
     seconds = time.perf_counter() - started
-    return Program(compiled, seconds, _HIT in events if events else None, program_peak_gib(compiled))
+    return Program(compiled, seconds, _HIT in events if events else None, program_peak_gib(compiled), traced)
 
 
 _HIT, _MISS = "/jax/compilation_cache/cache_hits", "/jax/compilation_cache/cache_misses"

@@ -115,7 +115,7 @@ def test_bench_writes_lines_with_every_key(tmp_path: Path, capsys: pytest.Captur
     keys = ["bench", "case", "implementation", "metric", "value", "peer", "peer_value", "ratio"]
     keys += ["device", "jax", "commit", "time"]
     assert all(list(line) == keys for line in lines)
-    assert [line["metric"] for line in lines] == ["gbps", "gbps_fwd_bwd", "peak_gib"]
+    assert [line["metric"] for line in lines] == ["gbps", "gbps_bwd", "peak_gib"]
     assert {(line["implementation"], line["peer"]) for line in lines} == {("xla", "naive")}
     assert lines[0]["ratio"] == lines[0]["value"] / lines[0]["peer_value"]
     assert lines[2]["ratio"] == lines[2]["peer_value"] / lines[2]["value"]
