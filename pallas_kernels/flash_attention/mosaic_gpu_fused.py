@@ -210,7 +210,9 @@ def backward_fused(q, k, v, dout, lse, delta, lo, hi, *, scores: Scores, tiles: 
     # The interpreter has no adding copy: there each block writes a share of its own, and the shares are added here.
     shares = (keys // rows,) if tiles.staged else ()
     # A warpgroup's share of a tile is one run of memory: that is what the copy engine adds fastest.
-    sums = jnp.zeros((*shares, batch, heads, width // dq_shape[1], tokens, dq_shape[1]), jnp.float32)
+    # Zeros that wait for delta, or XLA writes them long before and holds them through other layers' widest moments.
+    zero, delta = lax.optimization_barrier((jnp.float32(0), delta))
+    sums = jnp.broadcast_to(zero, (*shares, batch, heads, width // dq_shape[1], tokens, dq_shape[1]))
     dq, dk, dv = launch_in_place(
         kernel,
         (
