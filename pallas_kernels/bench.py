@@ -98,7 +98,10 @@ def rates(
     """
     shapes, kwargs, static = shapes_of(case)
     peers = (module.PEERS if peers is None else peers) if case.function is None else {}
-    ours = {name: Peer(_bind(op, case.function or op, name)) for name in implementations or existing(op)}
+    ours = {
+        name: Peer(_bind(op, case.function or op, name))
+        for name in (existing(op) if implementations is None else implementations)
+    }
 
     def build_programs(named: tuple[str, Peer]) -> Any:
         try:

@@ -76,7 +76,7 @@ def table(rows: list[dict]) -> str:
 def wins(rows: list[dict]) -> str:
     """Return a table of each case beside the best of the peers timed with it; "xla" is ours where no other is.
 
-    `copy`, the rate at which the run read and wrote memory, is no peer but a roof.
+    `copy`, the rate at which the run read and wrote memory, is no peer but a roof; another run of ours is none either.
     """
     ours = {row["bench"] for row in rows if row["implementation"] in OURS}
     groups: dict[tuple[str, ...], list[dict]] = {}
@@ -88,7 +88,7 @@ def wins(rows: list[dict]) -> str:
     for (bench, case, metric, name), found in sorted(groups.items()):
         newest = max(str(row["time"]) for row in found)
         copies = [row for row in found if row["peer"] == "copy"]
-        peers = [row for row in found if row["peer"] != "copy"]
+        peers = [row for row in found if row["peer"] != "copy" and not row["peer"].startswith("gymjax")]
         if not peers:
             continue
         best = min(peers, key=lambda row: row["ratio"])

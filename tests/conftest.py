@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 # Threads of XLA's pool. The GPU interpreter's warpgroups wait for each other inside them: with as many as a machine of
-# two cores has, a kernel of three warpgroups in a loop over layers can wait for ever. XLA reads it with the first array.
+# two cores has, a kernel of three warpgroups in a loop over layers can wait for ever. Read when XLA makes its client.
 os.environ.setdefault("NPROC", "8")
 
 import numpy as np

@@ -1,0 +1,164 @@
+"""Times what torch has of an operation, for bench_peers.py: one process with all cases of a run."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from gpu_turns import Turns
+
+Calls = dict[str, tuple[Any, Any]]
+"""Name of a peer -> (its forward, its forward with backward), both without arguments."""
+
+
+def torch_attention(shapes: list, static: dict[str, Any]) -> Calls:
+    """FlashAttention-2 and cuDNN as torch calls them."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.functional import scaled_dot_product_attention
+
+    if static.get("window") or static.get("softcap") or static.get("packed"):
+        return {}
+    q, k, v = (normal((batch, heads, tokens, width)) for batch, tokens, heads, width in shapes)
+
+    def calls(backend):
+        def attend():
+            with sdpa_kernel(backend):
+                return scaled_dot_product_attention(q, k, v, is_causal=static["causal"], enable_gqa=True)
+
+        return with_backward(attend, (q, k, v))
+
+    return {"torch_fa2": calls(SDPBackend.FLASH_ATTENTION), "torch_cudnn": calls(SDPBackend.CUDNN_ATTENTION)}
+
+
+def liger_rms_norm(shapes: list, static: dict[str, Any]) -> Calls:
+    """Liger's normalisation. It writes its input's gradient over the output's, so that each call has a fresh one."""
+    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+
+    x, scale = normal(shapes[0]), normal(shapes[1])
+    return {"liger": with_backward(lambda: LigerRMSNormFunction.apply(x, scale, static["eps"]), (x, scale))}
+
+
+def liger_add_rms_norm(shapes: list, static: dict[str, Any]) -> Calls:
+    """Liger's sum and normalisation; in_place off, so that each call has a fresh gradient."""
+    from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
+
+    x, added, scale = (normal(shape) for shape in shapes)
+
+    def both():
+        normed, total = LigerFusedAddRMSNormFunction.apply(x, added, scale, static["eps"], 0.0, "llama", False)
+        return total, normed
+
+    return {"liger": with_backward(both, (x, added))}
+
+
+def liger_rope(shapes: list, static: dict[str, Any]) -> Calls:
+    """Liger's rotation of q and k, which has heads before tokens."""
+    from liger_kernel.ops.rope import LigerRopeFunction
+
+    if static.get("interleaved") or 2 * shapes[2][2] != shapes[0][3]:
+        return {}  # it turns whole heads in halves
+    q, k = (normal((batch, heads, tokens, width)) for batch, tokens, heads, width in shapes[:2])
+    cos, sin = (normal((shape[0], shape[1], 2 * shape[2])).detach() for shape in shapes[2:4])
+    return {"liger": with_backward(lambda: LigerRopeFunction.apply(q, k, cos, sin), (q, k))}
+
+
+def liger_swiglu(shapes: list, static: dict[str, Any]) -> Calls:
+    """Liger's gate."""
+    from liger_kernel.ops.swiglu import LigerSiLUMulFunction
+
+    if static.get("activation", "silu") != "silu":
+        return {}
+    gate, up = (normal(shape) for shape in shapes)
+    return {"liger": with_backward(lambda: LigerSiLUMulFunction.apply(gate, up), (gate, up))}
+
+
+def liger_loss(shapes: list, static: dict[str, Any]) -> Calls:
+    """Liger's linear cross-entropy, whose forward computes the gradients."""
+    import torch
+    from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
+
+    (batch, tokens, width), head_shape = shapes[:2]
+    x, head = normal((batch * tokens, width)), normal(head_shape)
+    head.data.mul_(width**-0.5).requires_grad_(not static["frozen_head"])
+    labels = torch.randint(0, head_shape[0], (batch * tokens,), device="cuda")
+
+    def loss():
+        result = LigerFusedLinearCrossEntropyFunction.apply(x, head, labels)
+        return result[0] if isinstance(result, tuple) else result
+
+    return {"liger": with_backward(loss, (x,) if static["frozen_head"] else (x, head))}
+
+
+TORCH_PEERS = {
+    "flash_attention": torch_attention,
+    "rms_norm": liger_rms_norm,
+    "add_rms_norm": liger_add_rms_norm,
+    "rope": liger_rope,
+    "swiglu": liger_swiglu,
+    "linear_cross_entropy": liger_loss,
+}
+
+
+def normal(shape):
+    """A normal bf16 tensor on the GPU that wants a gradient."""
+    import torch
+
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+
+def with_backward(forward, inputs):
+    """(forward, forward with the gradients of inputs)."""
+    import torch
+
+    out = forward()
+    outs = out if isinstance(out, tuple) else (out,)
+    cotangents = [torch.randn_like(one) for one in outs]
+
+    def both():
+        out = forward()
+        return torch.autograd.grad(out, inputs, [cotangent.clone() for cotangent in cotangents])
+
+    return forward, both
+
+
+def time_torch(described: list, turns: Turns) -> None:
+    """Prints {case: {peer: [ms forward, ms with backward]}} of cases as `describe` gives them."""
+    import torch
+    from triton.testing import do_bench
+
+    timing: dict[str, Any] = {"warmup": 50, "rep": 200, "return_mode": "median"}
+    found: dict[str, dict[str, list[float]]] = {}
+    for name, function, shapes, static in described:
+        with turns.alone():
+            try:
+                for peer, (forward, both) in TORCH_PEERS[function](shapes, static).items():
+                    with torch.no_grad():
+                        alone = do_bench(forward, **timing)
+                    found.setdefault(name, {})[peer] = [alone, do_bench(both, **timing)]
+            except RuntimeError as error:
+                print(f"{name}: {str(error)[:200]}", file=sys.stderr)
+            forward = both = None
+            torch.cuda.empty_cache()
+    print(json.dumps(found))
+
+
+def describe(op: str, cases: list) -> list:
+    """The cases that torch has peers of, as `time_torch` reads them."""
+    from pallas_kernels import bench
+
+    described = []
+    for case in cases:
+        if (case.function or op) in TORCH_PEERS:
+            args, arrays, static = bench.shapes_of(case)
+            shapes = [list(arg.shape) for arg in args if hasattr(arg, "shape")]
+            described.append([case.name, case.function or op, shapes, static | {"packed": bool(arrays)}])
+    return described
+
+
+def torch_metrics(case, forward: float, both: float, *, tera: bool) -> dict[str, float]:
+    """Metrics of milliseconds; the backward pass alone is what is left of both."""
+    if tera:
+        return {"tflops_fwd": case.flops / forward / 1e9, "tflops_fwd_bwd": case.flops_fwd_bwd / both / 1e9}
+    backward = (case.bytes_fwd_bwd - case.bytes) / max(both - forward, 1e-6)
+    return {"gbps": case.bytes / forward / 1e6, "gbps_bwd": backward / 1e6}
