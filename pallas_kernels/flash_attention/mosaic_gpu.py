@@ -12,9 +12,10 @@ from pallas_kernels import _platform
 from pallas_kernels.flash_attention.bounds import pad_bounds, row_bounds
 from pallas_kernels.flash_attention.mosaic_gpu_dkv import DkvTiles, backward_dkv
 from pallas_kernels.flash_attention.mosaic_gpu_dq import DqTiles, backward_dq
-from pallas_kernels.flash_attention.mosaic_gpu_forward import ForwardTiles, forward_tiles
+from pallas_kernels.flash_attention.mosaic_gpu_forward import forward_tiles
 from pallas_kernels.flash_attention.mosaic_gpu_forward_ahead import forward_ahead
 from pallas_kernels.flash_attention.mosaic_gpu_fused import FusedTiles, backward_fused
+from pallas_kernels.flash_attention.mosaic_gpu_items import ForwardTiles
 from pallas_kernels.flash_attention.mosaic_gpu_splitting import split_work
 from pallas_kernels.flash_attention.mosaic_gpu_tiles import LOG2E, Scores
 

@@ -1,0 +1,215 @@
+"""What the two forward kernels for Hopper share: items of work, the softmax of a tile, an item's end, and launching.
+
+An item of work is 2 * block_q queries of one head. The memory warpgroup streams tiles of K and V through a ring of
+`stages` shared-memory slots; each compute warpgroup multiplies its block_q queries with every tile (scores in
+registers), keeps the running maximum and sum of a base-2 softmax, and accumulates P @ V. The two take turns on the
+tensor cores: while one exponentiates, the other multiplies (FlashAttention-3, arXiv 2407.08608, section 3.1).
+
+There are as many blocks as the GPU runs at a time; each does every `blocks`-th item, longest first, and loads the next
+item's tiles while it finishes this one's.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import _platform
+from pallas_kernels._hopper import WARPGROUPS, filled, launch, swizzled
+from pallas_kernels.flash_attention.bounds import longest_first
+from pallas_kernels.flash_attention.mosaic_gpu_tiles import LOG2E, Scores, index_along
+
+LOWEST = -1e30  # start of the running maximum: finite, so that a row that has seen no key makes no NaN
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardTiles:
+    """Tile sizes and schedule.
+
+    Attributes:
+        block_q: queries of a compute warpgroup.
+        block_kv: keys of a slot.
+        stages: slots of the ring.
+        items: slots for items of queries: with 2 the next item's are loaded while one is at work.
+        blocks: that share the work; None for as many as the GPU has multiprocessors.
+        staged: whether weights go through shared memory, which is what the interpreter can run.
+    """
+
+    block_q: int = 64
+    block_kv: int = 128
+    stages: int = 2
+    items: int = 2
+    blocks: int | None = None
+    staged: bool = False
+
+
+class Item(NamedTuple):
+    """Where an item lies: row, head, first query, slot of Q, and its tiles of keys (bounds.key_tiles)."""
+
+    row: Any
+    head: Any
+    first: Any
+    slot: Any
+    span: tuple
+
+
+@dataclasses.dataclass(frozen=True)
+class Forward:
+    """One call of a forward kernel: sizes, and how the work is cut.
+
+    Attributes:
+        shape: (B, T, N, H) of q.
+        keys: S.
+        kv_heads: K.
+        dtype: of q, k and v.
+        shared: whether all rows have the bounds of the first.
+        scores: from products to scores.
+        tiles: sizes of tiles.
+    """
+
+    shape: tuple[int, int, int, int]
+    keys: int
+    kv_heads: int
+    dtype: jnp.dtype
+    shared: bool
+    scores: Scores
+    tiles: ForwardTiles
+
+    @classmethod
+    def of(cls, q, k, lo, scores: Scores, tiles: ForwardTiles) -> "Forward":
+        """The call of these arrays; T must be a multiple of 2 * block_q and S of block_kv."""
+        call = cls(q.shape, k.shape[1], k.shape[2], q.dtype, lo.shape[0] == 1, scores, tiles)
+        if call.shape[1] % call.rows or call.keys % tiles.block_kv:
+            raise ValueError(
+                f"T={call.shape[1]} must be a multiple of {call.rows} and S={call.keys} of {tiles.block_kv}; pad them"
+            )
+        return call
+
+    @property
+    def rows(self) -> int:
+        """Queries of an item."""
+        return WARPGROUPS * self.tiles.block_q
+
+    @property
+    def items(self) -> int:
+        """Of all rows and heads."""
+        batch, tokens, heads, _ = self.shape
+        return heads * batch * (tokens // self.rows)
+
+    @property
+    def blocks(self) -> int:
+        """That share the items."""
+        return min(self.items, self.tiles.blocks or _platform.multiprocessors())
+
+    def of_block(self, block):
+        """How many items a block has."""
+        return lax.div(self.items - block + (self.blocks - 1), jnp.int32(self.blocks))
+
+    def item(self, ranges_ref, work_ref, block, n) -> Item:
+        """The n-th item of a block."""
+        _, tokens, heads, _ = self.shape
+        q_tiles = tokens // self.rows
+        number = block + n * self.blocks
+        place = work_ref[lax.div(number, jnp.int32(heads))]
+        row, q_tile = lax.div(place, jnp.int32(q_tiles)), lax.rem(place, jnp.int32(q_tiles))
+        span = tuple(ranges_ref[self.bounds_row(row), q_tile, i] for i in range(4))
+        slot = lax.rem(n, jnp.int32(self.tiles.items))
+        return Item(row, lax.rem(number, jnp.int32(heads)), q_tile * self.rows, slot, span)
+
+    def bounds_row(self, row):
+        """Where a row's bounds stand."""
+        return row * (0 if self.shared else 1)
+
+    def start(self, sinks_ref, head):
+        """(running maximum, running sum) of no keys; a sink is a key that has been seen before the first one."""
+        shape = (self.tiles.block_q,)
+        return filled(shape, sinks_ref[0][head] if sinks_ref else LOWEST), filled(shape, 1.0 if sinks_ref else 0.0)
+
+    def soften(self, score, carry, seen=None):
+        """The softmax of one tile of squashed scores: ((acc, maximum, sum) so far, scaled, and its weights in 16 bits).
+
+        Args:
+            score: (block_q, block_kv) f32.
+            carry: (acc, maximum, sum) of the tiles before.
+            seen: which scores count; None for all.
+        """
+        acc, top, total = carry
+        factor = self.scores.factor
+        if seen is not None:
+            score = jnp.where(seen, score, -jnp.inf)
+        new_top = jnp.maximum(top, score.max(axis=1) * factor)
+        shrink = jnp.exp2(top - new_top)
+        weight = jnp.exp2(score * factor - lax.broadcast_in_dim(new_top, score.shape, [0]))
+        acc *= lax.broadcast_in_dim(shrink, acc.shape, [0])
+        total = total * shrink + weight.sum(axis=1)
+        weight16 = weight.astype(self.dtype)
+        acc, total, new_top, weight16 = lax.optimization_barrier((acc, total, new_top, weight16))
+        return (acc, new_top, total), weight16
+
+    def seen(self, index, lo_q, hi_q):
+        """Which keys of a tile lie within the bounds of the tile's queries."""
+        key = index_along(1, index * self.tiles.block_kv, (self.tiles.block_q, self.tiles.block_kv))
+        return (key >= lax.broadcast_in_dim(lo_q, key.shape, [0])) & (key <= lax.broadcast_in_dim(hi_q, key.shape, [0]))
+
+    def finish(self, carry, q_smem, lse_smem, out_ref, lse_ref) -> None:
+        """Writes an item's results, through the slot that its queries had."""
+        acc, top, total = carry
+        empty = total == 0.0
+        acc /= lax.broadcast_in_dim(jnp.where(empty, 1.0, total), acc.shape, [0])
+        q_smem[...] = acc.astype(self.dtype)
+        lse_smem[...] = jnp.where(empty, jnp.inf, top + jnp.log2(jnp.where(empty, 1.0, total)))
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(q_smem, out_ref)
+        plgpu.copy_smem_to_gmem(lse_smem, lse_ref)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def load_queries(self, item: Item, refs, slots, ready) -> None:
+        """Begins to load an item's queries and their bounds: (q, lo, hi) from global into shared memory."""
+        (q_ref, lo_ref, hi_ref), (q_smem, lo_smem, hi_smem) = refs, slots
+        at, ready = pl.ds(item.first, self.rows), ready.at[item.slot]
+        plgpu.copy_gmem_to_smem(q_ref.at[item.row, at, item.head], q_smem.at[item.slot], ready)
+        plgpu.copy_gmem_to_smem(lo_ref.at[self.bounds_row(item.row), at], lo_smem.at[item.slot], ready)
+        plgpu.copy_gmem_to_smem(hi_ref.at[self.bounds_row(item.row), at], hi_smem.at[item.slot], ready)
+
+    def kv_head(self, head):
+        """The key head of a query head."""
+        return lax.div(head, jnp.int32(self.shape[2] // self.kv_heads))
+
+    def launch(self, kernel, q, k, v, lo, hi, sinks, ranges):
+        """Runs a kernel; `ranges` are the items' tiles of keys."""
+        (batch, tokens, heads, width), tiles = self.shape, self.tiles
+
+        def tile(*shape, dtype=q.dtype):
+            return plgpu.SMEM(shape, dtype, transforms=swizzled(shape[-1]) if dtype == q.dtype else ())
+
+        return launch(
+            kernel,
+            (
+                (
+                    tile(tiles.items, self.rows, width),
+                    tile(tiles.stages, tiles.block_kv, width),
+                    tile(tiles.stages, tiles.block_kv, width),
+                    tile(tiles.items, self.rows, dtype=jnp.float32),
+                    tile(tiles.items, self.rows, dtype=jnp.int32),
+                    tile(tiles.items, self.rows, dtype=jnp.int32),
+                    tile(WARPGROUPS, tiles.block_q, tiles.block_kv) if tiles.staged else None,
+                ),
+                (
+                    plgpu.Barrier(num_arrivals=3, num_barriers=tiles.items),
+                    *(plgpu.Barrier(num_barriers=tiles.stages),) * 2,
+                ),
+                (
+                    plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=tiles.items),
+                    *(plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=tiles.stages),) * 2,
+                ),
+                plgpu.Barrier(num_barriers=WARPGROUPS),
+            ),
+            *(q, k, v, lo, hi, ranges, longest_first(ranges, batch)),
+            *([] if sinks is None else [sinks * LOG2E]),
+            out_type=[q, jax.ShapeDtypeStruct((batch, heads, tokens), jnp.float32)],
+            grid={"blocks": self.blocks},
+        )
