@@ -3,7 +3,7 @@
 Each operation is a folder with the same names in it: `api.py` (the public function, its checks and its
 gradient), `reference.py` (plain jnp: the oracle and the implementation named "xla"), `cases.py` (named
 shapes for tests and the bench) and one file for each further implementation. A missing file means that
-this implementation does not exist.
+this implementation does not exist. Some have `layers.py` too: what several of its products make together.
 
     from pallas_kernels.flash_attention import flash_attention
     python -m pallas_kernels.bench flash_attention --tiny
