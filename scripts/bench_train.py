@@ -26,7 +26,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from step_shapes import SHAPES, Setting, add_options, decoder_cfg, setting_of, trained_model  # noqa: E402
+from step_shapes import SHAPES, Setting, add_options, decoder_cfg, planned_step, setting_of, trained_model  # noqa: E402
 
 from pallas_kernels.bench import commit  # noqa: E402  (after the path)
 
@@ -36,31 +36,16 @@ METRICS = {"tok_s": True, "peak_gib": False}  # whether more is better
 def compile_step(setting: Setting):
     """Compiles the trainer's own step, then makes random weights for it: (program, plan, state, frozen, batch)."""
     import jax
-    import jax.numpy as jnp
     import numpy as np
 
-    from gymjax.config import OptimConfig
-    from gymjax.optim.build import build
     from gymjax.training.compile import compile_program
     from gymjax.training.metrics import GIB, device_memory_gib
-    from gymjax.training.plan import choose
-    from gymjax.training.step import StepSettings, init_state, make_step, split_model
-    from gymjax.training.workload import Workload
+    from gymjax.training.step import init_state, split_model
 
-    def make() -> tuple:
-        return split_model(trained_model(setting))
-
-    graphdef, params, frozen = jax.eval_shape(make)
-    optimizer = build(OptimConfig(learning_rate=1e-4, optim=setting.optim), 1000, params)
-    state = jax.eval_shape(lambda params: init_state(params, optimizer, None), params)
-    settings = StepSettings(
-        seed=0, max_grad_norm=1.0, attention=setting.attention, packed=False, fused_ops=setting.fused
-    )
     limit = device_memory_gib()
-    cfg, rows, length = decoder_cfg(setting.shape), setting.rows, setting.length
-    work = Workload(cfg, graphdef, state, frozen, settings, rows, length, 1, jnp.dtype(jnp.bfloat16))
-    plan = choose(work, setting.remat, None if limit is None else int(limit * GIB))
-    tokens = np.random.default_rng(0).integers(3, cfg.vocab_size, (1, rows, length)).astype(np.int32)
+    plan, optimizer, step = planned_step(setting, None if limit is None else int(limit * GIB))
+    work, rows, length = plan.work, setting.rows, setting.length
+    tokens = np.random.default_rng(0).integers(3, work.cfg.vocab_size, (1, rows, length)).astype(np.int32)
     batch = {
         "tokens": tokens,
         "targets": np.roll(tokens, -1, axis=-1),
@@ -69,9 +54,8 @@ def compile_step(setting: Setting):
         "positions": np.broadcast_to(np.arange(length, dtype=np.int32), tokens.shape),
     }
     batch = jax.device_put(batch)
-    step = jax.jit(make_step(graphdef, optimizer, plan.settings), donate_argnums=0)
-    program = compile_program(step, state, frozen, batch)
-    _, params, frozen = make()
+    program = compile_program(step, work.state, work.frozen, batch)
+    _, params, frozen = split_model(trained_model(setting))
     return program, plan, init_state(params, optimizer, None), frozen, batch
 
 

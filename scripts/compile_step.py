@@ -25,18 +25,13 @@ from offline_h200 import device, prepare
 prepare()
 
 import jax
-import jax.numpy as jnp
-from flax import nnx
 from jax.sharding import SingleDeviceSharding
-from step_shapes import Setting, add_options, decoder_cfg, setting_of, trained_model
+from step_shapes import Setting, add_options, planned_step, setting_of
 
-from gymjax.config import OptimConfig
-from gymjax.optim.build import build
 from gymjax.training.compile import program_peak_gib
 from gymjax.training.metrics import GIB
-from gymjax.training.plan import Plan, choose, describe
-from gymjax.training.step import StepSettings, init_state, make_step, split_model
-from gymjax.training.workload import Workload
+from gymjax.training.plan import Plan, describe
+from gymjax.training.workload import abstract_batch
 from pallas_kernels import _platform
 
 WIDTHS = {"pred": 1, "u8": 1, "s8": 1, "bf16": 2, "f16": 2, "u16": 2, "f32": 4, "s32": 4, "u32": 4, "s64": 8, "f64": 8}
@@ -51,22 +46,13 @@ def compile_step(setting: Setting) -> tuple[Any, Plan]:
     sharding = SingleDeviceSharding(device())
     _platform.compute_capability = lambda: (9, 0)
 
-    graphdef, params, frozen = split_model(nnx.eval_shape(lambda: trained_model(setting)))
-    optimizer = build(OptimConfig(learning_rate=1e-4, optim=setting.optim), 1000, params)
-    state = jax.eval_shape(lambda params: init_state(params, optimizer, None), params)
-    settings = StepSettings(
-        seed=0, max_grad_norm=1.0, attention=setting.attention, packed=False, fused_ops=setting.fused
-    )
-    cfg, rows, length = decoder_cfg(setting.shape), setting.rows, setting.length
-    work = Workload(cfg, graphdef, state, frozen, settings, rows, length, 1, jnp.dtype(jnp.bfloat16))
-    plan = choose(work, setting.remat, H200_BYTES)
-    ints = jax.ShapeDtypeStruct((1, rows, length), jnp.int32)
-    batch = dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), ints)
-    batch["loss_weights"] = jax.ShapeDtypeStruct(ints.shape, jnp.float32)
-    placed = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), (state, frozen, batch)
-    )
-    step = jax.jit(make_step(graphdef, optimizer, plan.settings), donate_argnums=0)
+    plan, _, step = planned_step(setting, H200_BYTES)
+    batch = {
+        name: jax.ShapeDtypeStruct((1, *leaf.shape), leaf.dtype)
+        for name, leaf in abstract_batch(setting.rows, setting.length).items()
+    }
+    arguments = (plan.work.state, plan.work.frozen, batch)
+    placed = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), arguments)
     return step.trace(*placed).lower(lowering_platforms=("cuda",)).compile(), plan
 
 

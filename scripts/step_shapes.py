@@ -6,20 +6,26 @@ import argparse
 import dataclasses
 import sys
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import jax
 import jax.numpy as jnp
+import optax
 from flax import nnx
 
 from gymjax.adapters.lora import LoraSpec, attach
 from gymjax.adapters.select import train_all
+from gymjax.config import OptimConfig
 from gymjax.models import decoder_config
 from gymjax.models.decoder import Decoder
 from gymjax.models.decoder_config import DecoderConfig
 from gymjax.models.names import hf_weights, node_at
+from gymjax.optim.build import build
+from gymjax.training.plan import Plan, choose
+from gymjax.training.step import StepSettings, init_state, make_step, split_model
+from gymjax.training.workload import Workload
 from pallas_kernels.nf4_linear import NF4Weight
 
 SHAPES = {
@@ -198,6 +204,25 @@ def trained_model(setting: Setting) -> Decoder:
     else:
         attach(model, LoraSpec(rank=RANK, alpha=RANK), key=jax.random.key(1))
     return model
+
+
+def planned_step(setting: Setting, limit: int | None) -> tuple[Plan, optax.GradientTransformation, Any]:
+    """(plan of its memory, optimizer, jitted step that donates its state), from shapes alone, which plan.work holds.
+
+    Args:
+        setting: of the step.
+        limit: bytes of the device, None where it tells none.
+    """
+    graphdef, params, frozen = jax.eval_shape(lambda: split_model(trained_model(setting)))
+    optimizer = build(OptimConfig(learning_rate=1e-4, optim=setting.optim), 1000, params)
+    state = jax.eval_shape(lambda params: init_state(params, optimizer, None), params)
+    settings = StepSettings(
+        seed=0, max_grad_norm=1.0, attention=setting.attention, packed=False, fused_ops=setting.fused
+    )
+    cfg, rows, length = decoder_cfg(setting.shape), setting.rows, setting.length
+    work = Workload(cfg, graphdef, state, frozen, settings, rows, length, 1, jnp.dtype(jnp.bfloat16))
+    plan = choose(work, setting.remat, limit)
+    return plan, optimizer, jax.jit(make_step(graphdef, optimizer, plan.settings), donate_argnums=0)
 
 
 def random_model(shape: str, base: str) -> Decoder:

@@ -80,6 +80,7 @@ def test_what_does_not_fit_is_refused_before_it_is_loaded_or_compiled(configure,
     monkeypatch.setattr(planning, "device_memory_gib", lambda: 1 * MIB / GIB)
     monkeypatch.setattr(setup, "load_base", no)
     monkeypatch.setattr(loop, "compile_program", no)
+    monkeypatch.setattr(planning, "compile_program", no)
     with pytest.raises(ValueError, match="gradient_checkpointing: none with 4 x ") as caught:
         training.train(config)
     message = str(caught.value)
