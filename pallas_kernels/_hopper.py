@@ -42,6 +42,15 @@ def drain(visits, stages: int, *free) -> None:
     lax.fori_loop(jnp.maximum(visits - stages, 0), visits, wait, None)
 
 
+def run_once(results):
+    """A kernel's results behind a barrier, for those that are kept for a backward pass and read at once.
+
+    In a scan XLA lets a kernel write its result straight into the stack of what is kept (dynamic-slice fusion), and
+    runs it a second time where another operation reads the result too.
+    """
+    return lax.optimization_barrier(results)
+
+
 def launch(
     kernel,
     scratch_types,

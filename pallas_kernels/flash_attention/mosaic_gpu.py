@@ -9,6 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import _platform
+from pallas_kernels._hopper import run_once
 from pallas_kernels.flash_attention.bounds import pad_bounds, row_bounds
 from pallas_kernels.flash_attention.mosaic_gpu_dkv import DkvTiles, backward_dkv
 from pallas_kernels.flash_attention.mosaic_gpu_dq import DqTiles, backward_dq
@@ -113,7 +114,7 @@ def _attend_fwd(q, k, v, lo, hi, sinks, form: Form):
     run = forward_ahead if q.shape[-1] in AHEAD_WIDTHS else forward_tiles
     kernel = functools.partial(run, scores=form.scores, tiles=tiles)
     spec = "BTNH,BSKH,BSKH,BT,BT" + ("" if sinks is None else ",N") + "->BTNH,BNT"
-    out, lse = split_work(kernel, spec, q, k, v, lo, hi, *([] if sinks is None else [sinks]))
+    out, lse = run_once(split_work(kernel, spec, q, k, v, lo, hi, *([] if sinks is None else [sinks])))
     out, lse = checkpoint_name(out, OUT_NAME), checkpoint_name(lse, LSE_NAME)
     return (out, lse), (q, k, v, lo, hi, sinks, out, lse)
 

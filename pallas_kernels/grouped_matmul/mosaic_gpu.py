@@ -11,7 +11,7 @@ from jax.custom_batching import sequential_vmap
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import _platform
-from pallas_kernels._hopper import padded
+from pallas_kernels._hopper import padded, run_once
 from pallas_kernels.grouped_matmul.mosaic_gpu_rows import DEPTH, Tiles, group_rows
 from pallas_kernels.grouped_matmul.mosaic_gpu_weights import ALIGNED, group_weights
 from pallas_kernels.grouped_matmul.mosaic_gpu_work import HALF
@@ -57,7 +57,7 @@ def products(
     xs = tuple(padded(x, _row_count(rows, 1), DEPTH) for x in xs)
     ws = tuple(padded(w.astype(dtype), 1, DEPTH, DEPTH) for w in ws)
     kernel = functools.partial(group_rows, transposed=transposed, tiles=tiles_of(ws[0].shape[axis], staged))
-    return sequential_vmap(kernel)(xs, ws, sizes)[:rows, :width]
+    return run_once(sequential_vmap(kernel)(xs, ws, sizes))[:rows, :width]
 
 
 def backward_w(
