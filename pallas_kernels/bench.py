@@ -6,7 +6,6 @@ that the implementation is better than the peer. Refusals go to the error stream
 """
 
 import argparse
-import contextlib
 import functools
 import importlib
 import itertools
@@ -17,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from types import ModuleType
@@ -84,7 +83,6 @@ def rates(
     *,
     implementations: Sequence[str] | None = None,
     peers: Mapping[str, Peer] | None = None,
-    alone: AbstractContextManager[Any] | None = None,
 ) -> dict[str, dict[str, float]]:
     """Metrics of each implementation and peer of one case; all are compiled side by side before any is timed.
 
@@ -94,35 +92,60 @@ def rates(
         module: see op.
         implementations: see op.
         peers: see op.
-        alone: entered once all is compiled, for as long as the device is in use.
     """
-    shapes, kwargs, static = shapes_of(case)
-    peers = (module.PEERS if peers is None else peers) if case.function is None else {}
-    ours = {
-        name: Peer(_bind(op, case.function or op, name))
-        for name in (existing(op) if implementations is None else implementations)
-    }
+    every = dict.fromkeys(existing(op) if implementations is None else implementations, None)
+    every |= (module.PEERS if peers is None else peers) if case.function is None else {}
 
-    def build_programs(named: tuple[str, Peer]) -> Any:
-        try:
-            return _programs(case, named[1], shapes, kwargs, static, case.metric or module.METRIC)
-        except _FAILURES as error:
-            return error
+    def compiled(named: tuple[str, Peer | None]) -> Compiled | None:
+        return compile_case(op, case, module, *named)
 
-    every = ours | dict(peers)
     with ThreadPoolExecutor(max(1, len(every))) as pool:
-        built = dict(zip(every, pool.map(build_programs, every.items()), strict=True))
-    results = {}
-    with alone or contextlib.nullcontext():
-        args, arrays, _ = build(case)
-        for name, programs in built.items():
-            try:
-                if isinstance(programs, Exception):
-                    raise programs
-                results[name] = _metrics(case, every[name], programs, args, arrays, case.metric or module.METRIC)
-            except _FAILURES as error:
-                print(f"{case.name} {name}: {str(error)[:2000]}", file=sys.stderr)
-    return results
+        built = dict(zip(every, pool.map(compiled, every.items()), strict=True))
+    timed = {name: time_case(programs, name) for name, programs in built.items() if programs is not None}
+    return {name: metrics for name, metrics in timed.items() if metrics is not None}
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """Programs of one implementation or peer for one case.
+
+    Attributes:
+        case: what they compute.
+        metric: "tflops" or "gbps".
+        arguments: makes (positional arguments as the programs want them, keyword arrays).
+        cotangent: makes one of the result; None without a gradient.
+        programs: see `_programs`.
+    """
+
+    case: Case
+    metric: str
+    arguments: jax.stages.Compiled
+    cotangent: jax.stages.Compiled | None
+    programs: dict[str, jax.stages.Compiled]
+
+
+def compile_case(op: str, case: Case, module: ModuleType, name: str, peer: Peer | None = None) -> Compiled | None:
+    """Compile a case for the implementation of that name, or for a peer; None, and a line on stderr, if it refuses."""
+    peer = Peer(_bind(op, case.function or op, name)) if peer is None else peer
+    metric = case.metric or module.METRIC
+    try:
+        return _compile(case, peer, metric)
+    except _FAILURES as error:
+        _say(case, name, error)
+        return None
+
+
+def time_case(compiled: Compiled, name: str) -> dict[str, float] | None:
+    """Metrics of what was compiled; None, and a line on stderr, if it fails."""
+    try:
+        return _metrics(compiled)
+    except _FAILURES as error:
+        _say(compiled.case, name, error)
+        return None
+
+
+def _say(case: Case, name: str, error: Exception) -> None:
+    print(f"{case.name} {name}: {str(error)[:2000]}", file=sys.stderr)
 
 
 def existing(op: str) -> list[str]:
@@ -194,18 +217,32 @@ def _bind(op: str, name: str, implementation: str) -> Callable[..., Any]:
     return lambda *args, **kwargs: function(*args, **kwargs, implementation=implementation)
 
 
+def _compile(case: Case, peer: Peer, metric: str) -> Compiled:
+    make, static = _maker(case)
+
+    def arguments(key: jax.Array) -> tuple[tuple, dict[str, jax.Array]]:
+        args, arrays = make(key)
+        return peer.prepare(*args), arrays
+
+    lowered = jax.jit(arguments).lower(jax.random.key(0))
+    prepared, arrays = _shapes(lowered.out_info)
+
+    def forward(args: tuple, arrays: dict[str, jax.Array]) -> Any:
+        return peer.call(*args, **arrays, **static)
+
+    out, programs = _programs(case, forward, prepared, arrays, metric)
+    cotangent = jax.jit(lambda out: jax.tree.map(_normal, out)).lower(out).compile() if case.wrt else None
+    return Compiled(case, metric, lowered.compile(), cotangent, programs)
+
+
 def _programs(
-    case: Case, peer: Peer, shapes: tuple, kwargs: dict[str, Any], static: dict[str, Any], metric: str
-) -> dict[str, jax.stages.Compiled]:
-    """Compiled from shapes.
+    case: Case, forward: Callable[..., Any], prepared: tuple, kwargs: dict[str, Any], metric: str
+) -> tuple[Any, dict[str, jax.stages.Compiled]]:
+    """Shapes of the result, and what is compiled from shapes.
 
     "forward"; with a gradient "both", and each of the case's parts; of operations measured in bytes, whose two passes a
     compiler would make one where nothing is between them, "keep" (the forward pass and what it keeps) and "backward".
     """
-    prepared = jax.eval_shape(peer.prepare, *shapes)
-
-    def forward(args: tuple, arrays: dict[str, jax.Array]) -> Any:
-        return peer.call(*args, **arrays, **static)
 
     def keep(args: tuple, arrays: dict[str, jax.Array], wrt: tuple[int, ...]) -> Any:
         def of_wrt(*values: jax.Array) -> Any:
@@ -219,17 +256,15 @@ def _programs(
         return out, pull_back(cotangent)
 
     lowered = jax.jit(forward).lower(prepared, kwargs)
+    out = _shapes(lowered.out_info)
     programs = {"forward": lowered.compile()}
     if not case.wrt:
-        return programs
-    cotangent = _shapes(lowered.out_info)
+        return out, programs
     if metric == "gbps":
         kept = jax.jit(functools.partial(keep, wrt=case.wrt)).lower(prepared, kwargs)
-        backward = jax.jit(lambda pull_back, cotangent: pull_back(cotangent)).lower(
-            _shapes(kept.out_info[1]), cotangent
-        )
-        return programs | {"keep": kept.compile(), "backward": backward.compile()}
-    inputs = prepared, kwargs, cotangent
+        backward = jax.jit(lambda pull_back, cotangent: pull_back(cotangent)).lower(_shapes(kept.out_info[1]), out)
+        return out, programs | {"keep": kept.compile(), "backward": backward.compile()}
+    inputs = prepared, kwargs, out
     programs["both"] = jax.jit(functools.partial(both, wrt=case.wrt)).lower(*inputs).compile()
     for part, (position, _) in case.parts.items():
 
@@ -239,26 +274,23 @@ def _programs(
         try:
             programs[part] = jax.jit(gradient).lower(*inputs).compile()
         except _FAILURES as error:
-            print(f"{case.name} {part}: {error}", file=sys.stderr)
-    return programs
+            _say(case, part, error)
+    return out, programs
 
 
 def _shapes(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
 
 
-def _metrics(
-    case: Case, peer: Peer, programs: dict[str, jax.stages.Compiled], args: tuple, arrays: dict[str, Any], metric: str
-) -> dict[str, float]:
+def _metrics(compiled: Compiled) -> dict[str, float]:
     """Time what `_programs` made; the memory is that of the last pass."""
-    args = jax.block_until_ready(peer.prepare(*args))
-    out = programs["forward"](args, arrays)
+    case, metric, programs = compiled.case, compiled.metric, compiled.programs
+    args, arrays = jax.block_until_ready(compiled.arguments(jax.random.key(0)))
     seconds = median_seconds(programs["forward"], args, arrays)
     alone = {"gbps": case.bytes / seconds / 1e9} if metric == "gbps" else {"tflops_fwd": case.flops / seconds / 1e12}
-    if not case.wrt:
+    if compiled.cotangent is None:
         return alone | {"peak_gib": _bytes(programs["forward"]) / 2**30}
-    cotangent = jax.jit(lambda out: jax.tree.map(_normal, out))(out)
-    del out
+    cotangent = compiled.cotangent(programs["forward"](args, arrays))
     if metric == "gbps":
         _, pull_back = programs["keep"](args, arrays)
         seconds = median_seconds(programs["backward"], pull_back, cotangent)

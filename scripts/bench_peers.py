@@ -3,9 +3,9 @@
 Usage: python scripts/bench_peers.py OP [CASE ...] [--out FILE]    (cases: pallas_kernels/OP/cases.py)
 
 Lines go to scripts/results/OP.jsonl. Peers that are not installed, or that do not do a case, are named on the error
-stream. Each implementation of a case is a process of its own, and torch with all cases is one more: they start and
-compile side by side, then take turns at the GPU, and one that hangs is stopped. `copy` is the rate at which this run
-reads and writes 1 GiB, the roof of operations that move more than they compute.
+stream. Each implementation or peer is a process of its own with all cases: they start and compile side by side, then
+take turns at the GPU, and one that hangs is stopped. `copy` is the rate at which this run reads and writes 1 GiB, the
+roof of operations that move more than they compute.
 """
 
 from __future__ import annotations
@@ -96,54 +96,70 @@ def systems_of(op: str, case, module) -> list[str]:
     return [*(OURS.get(op) or bench.existing(op)), *({} if case.function else peers_of(op, case, module))]
 
 
-def time_system(op: str, case, module, system: str, turns: Turns) -> None:
-    """Prints {"device": its name, "metrics": of one implementation or peer on a case} as one JSON object."""
+def time_system(op: str, cases: list, module, system: str, turns: Turns) -> None:
+    """Prints {"case", "device", "metrics"}, one JSON object a line, of one implementation or peer on all its cases."""
     import jax
 
     from pallas_kernels import bench
 
+    device = jax.devices()[0].device_kind
     if system == COPY:
         with turns.alone():
-            print(json.dumps({"device": jax.devices()[0].device_kind, "metrics": copy_rate()}))
+            print(json.dumps({"case": None, "device": device, "metrics": copy_rate()}))
         return
-    peers = {} if case.function else peers_of(op, case, module)
-    is_peer = system in peers
-    timed = {"implementations": () if is_peer else (system,), "peers": {system: peers[system]} if is_peer else {}}
-    results = bench.rates(op, case, module, **timed, alone=turns.alone())
-    print(json.dumps({"device": jax.devices()[0].device_kind, "metrics": results.get(system)}))
+    peers = {case.name: None if case.function else peers_of(op, case, module).get(system) for case in cases}
+
+    def compiled(case):
+        return bench.compile_case(op, case, module, system, peers[case.name])
+
+    at_once = 1 if any(peers.values()) else 4  # tokamax hangs when it compiles in several threads
+    with ThreadPoolExecutor(at_once) as pool:
+        ready = list(pool.map(compiled, cases))
+    for i, case in enumerate(cases):
+        programs, ready[i] = ready[i], None
+        if programs is not None:
+            with turns.alone():
+                metrics = bench.time_case(programs, system)
+            print(json.dumps({"case": case.name, "device": device, "metrics": metrics}), flush=True)
 
 
-def run_process(arguments: list[str], end: float) -> Any:
-    """What this program printed as JSON in a process of its own, None where it failed or had not ended at `end`."""
+def run_process(arguments: list[str], end: float) -> list[Any]:
+    """What this program printed as JSON in a process of its own, until it ended or was stopped at `end`."""
+    process = subprocess.Popen([sys.executable, __file__, *arguments], stdout=subprocess.PIPE, text=True)
     try:
-        patience = max(1, end - time.monotonic())
-        done = subprocess.run([sys.executable, __file__, *arguments], capture_output=True, text=True, timeout=patience)
+        told, _ = process.communicate(timeout=max(1, end - time.monotonic()))
     except subprocess.TimeoutExpired:
-        print(f"{' '.join(arguments[:4])}: not ended in time", file=sys.stderr)
-        return None
-    if done.returncode or done.stderr.startswith(arguments[1]):
-        print(f"{' '.join(arguments[:4])}: {done.stderr.strip()[-500:]}", file=sys.stderr)
-    return None if done.returncode else json.loads(done.stdout.splitlines()[-1])
+        process.kill()
+        told, _ = process.communicate()
+        print(f"{' '.join(arguments[-2:])}: not ended in time", file=sys.stderr)
+    return [json.loads(line) for line in told.splitlines()]
 
 
 def measure(op: str, cases: list, module, run: Callable[..., Any], out: Path) -> None:
-    """Starts everything, and appends each case's lines to `out` when all its systems have ended."""
+    """Times all systems on all cases, and appends the lines to `out`."""
     from pallas_kernels import bench
 
+    of_case = {case.name: systems_of(op, case, module) for case in cases}
+    of_system: dict[str, list] = {}
+    for case in cases:
+        for system in of_case[case.name]:
+            of_system.setdefault(system, []).append(case)
+    running = {system: run(of, "--system", system) for system, of in of_system.items()}
+    if any((case.metric or module.METRIC) == "gbps" for case in cases):
+        running[COPY] = run(cases[:1], "--system", COPY)
     described = describe(op, cases) if importlib.util.find_spec("torch") else []
-    in_torch = run(cases[0].name, TORCH, "--torch", json.dumps(described)) if described else None
-    copied = run(cases[0].name, COPY) if any((case.metric or module.METRIC) == "gbps" for case in cases) else None
-    timed = {case.name: {system: run(case.name, system) for system in systems_of(op, case, module)} for case in cases}
+    in_torch = run(cases[:1], "--torch", json.dumps(described)) if described else None
+    told = {system: {each["case"]: each for each in future.result()} for system, future in running.items()}
+    theirs = {case: times for each in (in_torch.result() if in_torch else []) for case, times in each.items()}
+    device = next((each["device"] for of in told.values() for each in of.values()), None)
     for case in cases:
         metric = case.metric or module.METRIC
-        told = {system: future.result() for system, future in timed[case.name].items()}
-        if copied is not None and metric == "gbps":
-            told[COPY] = copied.result()
-        results = {system: each["metrics"] for system, each in told.items() if each and each["metrics"]}
-        theirs = (in_torch and in_torch.result()) or {}
+        found = {system: told[system].get(case.name) for system in of_case[case.name]}
+        if metric == "gbps":
+            found[COPY] = told[COPY].get(None)
+        results = {system: each["metrics"] for system, each in found.items() if each and each["metrics"]}
         for peer, times in theirs.get(case.name, {}).items():
             results[peer] = torch_metrics(case, *times, tera=metric != "gbps")
-        device = next((each["device"] for each in told.values() if each), None)
         for line in bench.lines(op, case, results, OURS.get(op), device):
             text = json.dumps(line)
             print(text, flush=True)
@@ -160,7 +176,6 @@ def main() -> None:
     parser.add_argument(
         "--tiny", action="store_true", help="the tests' cases, to try this program itself on any device"
     )
-    parser.add_argument("--processes", type=int, default=32, help="that compile side by side")
     parser.add_argument("--seconds", type=float, default=600, help="for everything; what has not ended then is stopped")
     parser.add_argument("--turns", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--system", help=argparse.SUPPRESS)
@@ -181,13 +196,13 @@ def main() -> None:
         parser.error(f"unknown cases {sorted(unknown)}; known: {', '.join(known)}")
     cases = [known[name] for name in options.case or known]
     if options.system:
-        time_system(options.op, cases[0], module, options.system, Turns(options.turns))
+        time_system(options.op, cases, module, options.system, Turns(options.turns))
         return
     end = time.monotonic() + options.seconds
-    with tempfile.TemporaryDirectory() as turns, ThreadPoolExecutor(options.processes) as pool:
+    with tempfile.TemporaryDirectory() as turns, ThreadPoolExecutor(16) as pool:
 
-        def run(case: str, system: str, *more: str):
-            own = [options.op, case, "--system", system, "--turns", turns, *["--tiny"] * options.tiny, *more]
+        def run(of: list, *more: str):
+            own = [options.op, *(case.name for case in of), "--turns", turns, *["--tiny"] * options.tiny, *more]
             return pool.submit(run_process, own, end)
 
         measure(options.op, cases, module, run, options.out or Path("scripts/results") / f"{options.op}.jsonl")

@@ -123,24 +123,24 @@ def with_backward(forward, inputs):
 
 
 def time_torch(described: list, turns: Turns) -> None:
-    """Prints {case: {peer: [ms forward, ms with backward]}} of cases as `describe` gives them."""
+    """Prints {case: {peer: [ms forward, ms with backward]}}, a line for each of the cases as `describe` gives them."""
     import torch
     from triton.testing import do_bench
 
     timing: dict[str, Any] = {"warmup": 50, "rep": 200, "return_mode": "median"}
-    found: dict[str, dict[str, list[float]]] = {}
     for name, function, shapes, static in described:
+        found: dict[str, list[float]] = {}
         with turns.alone():
             try:
                 for peer, (forward, both) in TORCH_PEERS[function](shapes, static).items():
                     with torch.no_grad():
                         alone = do_bench(forward, **timing)
-                    found.setdefault(name, {})[peer] = [alone, do_bench(both, **timing)]
+                    found[peer] = [alone, do_bench(both, **timing)]
             except RuntimeError as error:
                 print(f"{name}: {str(error)[:200]}", file=sys.stderr)
             forward = both = None
             torch.cuda.empty_cache()
-    print(json.dumps(found))
+        print(json.dumps({name: found}), flush=True)
 
 
 def describe(op: str, cases: list) -> list:

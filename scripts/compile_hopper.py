@@ -199,8 +199,10 @@ def norm_kernels():
         name = f"norm-D{width}{'' if dtype == jnp.bfloat16 else '-f32-scale'}"
         yield [f"{name}-forward"], lambda x, scale: norm.forward(x, scale, 1e-6, 64), (x, scale), 0
         yield [f"{name}-added"], lambda x, scale: norm.forward_added(x, x, scale, 1e-6, 64), (x, scale), 0
-        yield [f"{name}-dx"], norm.backward, (x, scale, rrms, x), 0
-        yield [f"{name}-dx-residual"], norm.backward, (x, scale, rrms, x, x), 0
+        for more, trained in (("dx", False), ("dscale", True)):
+            backward = functools.partial(norm.backward, trained=trained)
+            yield [f"{name}-{more}"], backward, (x, scale, rrms, x), 0
+            yield [f"{name}-{more}-residual"], backward, (x, scale, rrms, x, x), 0
 
 
 def main(wanted: list[str]) -> None:

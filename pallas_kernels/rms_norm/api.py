@@ -1,10 +1,11 @@
 """Public RMSNorm: argument checks and the gradient's wiring."""
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jaxtyping import Array, Float
 
 from pallas_kernels import Implementation, _dispatch
@@ -129,21 +130,36 @@ def _refusals(x: Array | jax.ShapeDtypeStruct, room: int) -> _dispatch.Refusals:
     return {"mosaic_gpu": mosaic_gpu.refuses(x, room), "xla": None}
 
 
+class _Kept(NamedTuple):
+    """For the backward pass; `frozen` is () where scale has no gradient, and None where it has: no array either way."""
+
+    x: Array
+    scale: Array
+    rrms: Array
+    frozen: tuple[()] | None
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _rms_norm(plan: _Plan, x: Array, scale: Array) -> Array:
     return _FORWARD[plan.chosen](x, scale, plan.eps, plan.room)[0]
 
 
-def _rms_norm_fwd(plan: _Plan, x: Array, scale: Array) -> tuple[Array, tuple[Array, Array, Array]]:
-    y, rrms = _FORWARD[plan.chosen](x, scale, plan.eps, plan.room)
-    return y, (x, scale, rrms)
+def _rms_norm_fwd(plan: _Plan, x: CustomVJPPrimal, scale: CustomVJPPrimal) -> tuple[Array, _Kept]:
+    y, rrms = _FORWARD[plan.chosen](x.value, scale.value, plan.eps, plan.room)
+    return y, _Kept(x.value, scale.value, rrms, None if scale.perturbed else ())
 
 
-def _rms_norm_bwd(plan: _Plan, residuals: tuple[Array, Array, Array], dy: Array) -> tuple[Array, Array]:
-    return _BACKWARD[plan.chosen](*residuals, dy[..., : residuals[0].shape[-1]])
+def _rms_norm_bwd(
+    plan: _Plan, kept: _Kept, dy: Any, dresidual: Array | SymbolicZero | None = None
+) -> tuple[Array, Array | None]:
+    if isinstance(dy, SymbolicZero):
+        dy = jnp.zeros(dy.shape, kept.x.dtype)
+    dresidual = None if isinstance(dresidual, SymbolicZero) else dresidual
+    dy = dy[..., : kept.x.shape[-1]]
+    return _BACKWARD[plan.chosen](kept.x, kept.scale, kept.rrms, dy, dresidual, trained=kept.frozen is None)
 
 
-_rms_norm.defvjp(_rms_norm_fwd, _rms_norm_bwd)
+_rms_norm.defvjp(_rms_norm_fwd, _rms_norm_bwd, symbolic_zeros=True)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -151,19 +167,17 @@ def _rms_norm_residual(plan: _Plan, x: Array, scale: Array) -> tuple[Array, Arra
     return x, _rms_norm(plan, x, scale)
 
 
-def _residual_fwd(plan: _Plan, x: Array, scale: Array) -> tuple[tuple[Array, Array], tuple[Array, Array, Array]]:
-    y, residuals = _rms_norm_fwd(plan, x, scale)
-    return (x, y), residuals
+def _residual_fwd(plan: _Plan, x: CustomVJPPrimal, scale: CustomVJPPrimal) -> tuple[tuple[Array, Array], _Kept]:
+    y, kept = _rms_norm_fwd(plan, x, scale)
+    return (x.value, y), kept
 
 
-def _residual_bwd(
-    plan: _Plan, residuals: tuple[Array, Array, Array], cotangents: tuple[Array, Array]
-) -> tuple[Array, Array]:
+def _residual_bwd(plan: _Plan, kept: _Kept, cotangents: tuple) -> tuple[Array, Array | None]:
     dresidual, dy = cotangents
-    return _BACKWARD[plan.chosen](*residuals, dy[..., : residuals[0].shape[-1]], dresidual)
+    return _rms_norm_bwd(plan, kept, dy, dresidual)
 
 
-_rms_norm_residual.defvjp(_residual_fwd, _residual_bwd)
+_rms_norm_residual.defvjp(_residual_fwd, _residual_bwd, symbolic_zeros=True)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -172,17 +186,15 @@ def _add_rms_norm(plan: _Plan, x: Array, added: Array, scale: Array) -> tuple[Ar
 
 
 def _add_fwd(
-    plan: _Plan, x: Array, added: Array, scale: Array
-) -> tuple[tuple[Array, Array], tuple[Array, Array, Array]]:
-    total, y, rrms = _ADDED[plan.chosen](x, added, scale, plan.eps, plan.room)
-    return (total, y), (total, scale, rrms)
+    plan: _Plan, x: CustomVJPPrimal, added: CustomVJPPrimal, scale: CustomVJPPrimal
+) -> tuple[tuple[Array, Array], _Kept]:
+    total, y, rrms = _ADDED[plan.chosen](x.value, added.value, scale.value, plan.eps, plan.room)
+    return (total, y), _Kept(total, scale.value, rrms, None if scale.perturbed else ())
 
 
-def _add_bwd(
-    plan: _Plan, residuals: tuple[Array, Array, Array], cotangents: tuple[Array, Array]
-) -> tuple[Array, Array, Array]:
-    dtotal, dscale = _residual_bwd(plan, residuals, cotangents)
+def _add_bwd(plan: _Plan, kept: _Kept, cotangents: tuple) -> tuple[Array, Array, Array | None]:
+    dtotal, dscale = _residual_bwd(plan, kept, cotangents)
     return dtotal, dtotal, dscale
 
 
-_add_rms_norm.defvjp(_add_fwd, _add_bwd)
+_add_rms_norm.defvjp(_add_fwd, _add_bwd, symbolic_zeros=True)

@@ -2,7 +2,7 @@
 
 A warpgroup of 128 threads takes a row, or several short ones, loads its 16-byte pieces of all operands before it uses
 any, and is done: rows stay in registers between their sum and their use, and the hardware's queue of blocks is the
-schedule. The gradient of the scale is XLA's, an operation of its own that costs nothing where nobody asks for it.
+schedule. Where the scale is trained, as many blocks as there is room for stay, and sum its gradient beside x's.
 """
 
 import functools
@@ -22,6 +22,8 @@ MULTIPLE = 1024  # of widths: 16 bytes for each of 128 threads
 WIDEST = 8192  # beyond, a thread's share of the operands leaves no registers
 FEWEST_ROWS = 1024  # below, a launch costs more than a second reading, and XLA's part joins its neighbours'
 _VECTOR = 8
+WIDEST_SUMMED = 4096  # of rows whose part of the scale's gradient is summed beside them: beyond, registers spill
+_SUMMED = 8192  # elements of all rows that a multiprocessor then works on at once
 _SHARE = 4096  # elements that a block takes at least, of as many rows as have them
 
 
@@ -86,31 +88,64 @@ def _forward(x: Array, added: Array | None, scale: Array, eps: float, room: int)
     return total, y.reshape(*x.shape[:-1], width + room), rrms.reshape(*x.shape[:-1], 1)
 
 
-@functools.partial(jax.jit, inline=True)
-def backward(x: Array, scale: Array, rrms: Array, dy: Array, dresidual: Array | None = None) -> tuple[Array, Array]:
+@functools.partial(jax.jit, static_argnames="trained", inline=True)
+def backward(
+    x: Array, scale: Array, rrms: Array, dy: Array, dresidual: Array | None = None, *, trained: bool
+) -> tuple[Array, Array | None]:
     """As reference.backward, but that dresidual is added before dx is rounded."""
     width, rows = x.shape[-1], math.prod(x.shape[:-1])
-    taken = _rows_of_block(rows, width)
+    arrays = [array.reshape(rows, width) for array in (x, dy, dresidual) if array is not None]
+    operands = *arrays, scale, rrms.reshape(rows)
+    dx_type = jax.ShapeDtypeStruct((rows, width), x.dtype)
+    if not trained:
+        taken = _rows_of_block(rows, width)
+        (dx,) = _launch(functools.partial(_input_gradient, taken), rows // taken, [dx_type], *operands)
+        return dx.reshape(x.shape), None
+    if width > WIDEST_SUMMED:
+        dx, _ = backward(x, scale, rrms, dy, dresidual, trained=False)
+        return dx, reference.backward_scale(x, scale, rrms, dy)
+    blocks = min(rows, _platform.multiprocessors() * (_SUMMED // width))
+    sums_type = jax.ShapeDtypeStruct((blocks, width), jnp.float32)
+    dx, sums = _launch(functools.partial(_gradients, rows, blocks), blocks, [dx_type, sums_type], *operands)
+    return dx.reshape(x.shape), jnp.sum(sums, axis=0).astype(scale.dtype)
 
-    def kernel(x_ref, dy_ref, *refs):
-        *added_ref, scale_ref, rrms_ref, dx_ref = refs
-        first = lax.axis_index("tiles") * taken
-        whole = [[_load(ref.at[first + i]) for ref in (x_ref, dy_ref, *added_ref)] for i in range(taken)]
-        rrmss = [rrms_ref[first + i] for i in range(taken)]
-        scale_f32 = _load(scale_ref).astype(jnp.float32)
-        for i, ((x, dy, *added), rrms) in enumerate(zip(whole, rrmss, strict=True)):
-            normed, dnormed = x.astype(jnp.float32) * rrms, dy.astype(jnp.float32) * scale_f32
-            along = jnp.sum(dnormed * normed) / width
-            dx = rrms * (dnormed - normed * along)
-            for one in added:
-                dx += one.astype(jnp.float32)
-            dx_ref[first + i] = dx.astype(x.dtype)
 
-    added = [] if dresidual is None else [dresidual]
-    arrays = [array.reshape(rows, width) for array in (x, dy, *added)]
-    out = [jax.ShapeDtypeStruct((rows, width), x.dtype)]
-    (dx,) = _launch(kernel, rows // taken, out, *arrays, scale, rrms.reshape(rows))
-    return dx.reshape(x.shape), reference.backward_scale(x, scale, rrms, dy)
+def _input_gradient(taken: int, *refs) -> None:
+    """A block's rows, next to each other: x, dy and perhaps dresidual, scale, rrms -> dx."""
+    *row_refs, scale_ref, rrms_ref, dx_ref = refs
+    first = lax.axis_index("tiles") * taken
+    whole = [[_load(ref.at[first + i]) for ref in row_refs] for i in range(taken)]
+    rrmss = [rrms_ref[first + i] for i in range(taken)]
+    scale_f32 = _load(scale_ref).astype(jnp.float32)
+    for i, (row, rrms) in enumerate(zip(whole, rrmss, strict=True)):
+        dx_ref[first + i], _ = _row_gradients(*row, scale=scale_f32, rrms=rrms)
+
+
+def _gradients(rows: int, blocks: int, *refs) -> None:
+    """A block's rows, `blocks` apart: as _input_gradient, and a block's sum of the scale's gradient."""
+    *row_refs, scale_ref, rrms_ref, dx_ref, sums_ref = refs
+    block = lax.axis_index("tiles")
+    scale_f32 = _load(scale_ref).astype(jnp.float32)
+
+    def step(i, total):
+        at = block + i * blocks
+        dx_ref[at], dscale = _row_gradients(
+            *[_load(ref.at[at]) for ref in row_refs], scale=scale_f32, rrms=rrms_ref[at]
+        )
+        return total + dscale
+
+    none = plgpu.layout_cast(jnp.zeros(scale_ref.shape, jnp.float32), _layout(scale_ref.shape))
+    sums_ref[block] = lax.fori_loop(0, (rows - block + blocks - 1) // blocks, step, none)
+
+
+def _row_gradients(x: Array, dy: Array, *added: Array, scale: Array, rrms: Array) -> tuple[Array, Array]:
+    """A row's dx in x.dtype, and its part of the scale's gradient in f32."""
+    normed, dy_f32 = x.astype(jnp.float32) * rrms, dy.astype(jnp.float32)
+    dnormed = dy_f32 * scale
+    dx = rrms * (dnormed - normed * (jnp.sum(dnormed * normed) / x.shape[0]))
+    for one in added:
+        dx += one.astype(jnp.float32)
+    return dx.astype(x.dtype), dy_f32 * normed
 
 
 def _rows_of_block(rows: int, width: int) -> int:
@@ -118,7 +153,11 @@ def _rows_of_block(rows: int, width: int) -> int:
 
 
 def _load(ref) -> Array:
-    return plgpu.load(ref, layout=plgpu.Layout.WG_STRIDED(ref.shape, vec_size=_VECTOR))
+    return plgpu.load(ref, layout=_layout(ref.shape))
+
+
+def _layout(shape: tuple[int, ...]):
+    return plgpu.Layout.WG_STRIDED(shape, vec_size=_VECTOR)
 
 
 def _launch(kernel, blocks: int, out: list[jax.ShapeDtypeStruct], *arrays: Array) -> list[Array]:

@@ -23,8 +23,10 @@ def forward_added(
     return total, *forward(total, scale, eps, room)
 
 
-def backward(x: Array, scale: Array, rrms: Array, dy: Array, dresidual: Array | None = None) -> tuple[Array, Array]:
-    """Return the gradients of x and of scale, each in its own dtype, from the gradient of the output.
+def backward(
+    x: Array, scale: Array, rrms: Array, dy: Array, dresidual: Array | None = None, *, trained: bool
+) -> tuple[Array, Array | None]:
+    """Return the gradients of x and, if trained, of scale, each in its own dtype, from the gradient of the output.
 
     With n = x * rrms and g = dy * scale: dx = rrms * (g - n * mean(g * n)), dscale = sum over rows of dy * n. What else
     x's gradient consists of, `dresidual`, is added to the rounded dx, as differentiation of a sum does.
@@ -32,7 +34,8 @@ def backward(x: Array, scale: Array, rrms: Array, dy: Array, dresidual: Array | 
     normed = x.astype(jnp.float32) * rrms
     dnormed = dy.astype(jnp.float32) * scale.astype(jnp.float32)
     dx = (rrms * (dnormed - normed * jnp.mean(dnormed * normed, axis=-1, keepdims=True))).astype(x.dtype)
-    return dx if dresidual is None else dx + dresidual, backward_scale(x, scale, rrms, dy)
+    dx = dx if dresidual is None else dx + dresidual
+    return dx, backward_scale(x, scale, rrms, dy) if trained else None
 
 
 def backward_scale(x: Array, scale: Array, rrms: Array, dy: Array) -> Array:

@@ -86,6 +86,13 @@ def test_added_norm_is_the_norm_of_the_sum(normal: Callable, out_and_grads: Call
     assert_f32_close(got, ((total, np.concatenate([y, np.zeros((5, 4))], 1)), (dx, dx, dscale)))
 
 
+def test_a_residual_stream_alone_has_its_own_gradient() -> None:
+    x, scale = jnp.ones((2, 8)), jnp.ones(8)
+    dx, dscale = jax.grad(lambda *args: rms_norm_residual(*args)[0].sum(), (0, 1))(x, scale)
+    np.testing.assert_array_equal(dx, jnp.ones((2, 8)))
+    np.testing.assert_array_equal(dscale, jnp.zeros(8))
+
+
 @pytest.mark.parametrize("function", [rms_norm, lambda *args, **options: rms_norm_residual(*args, **options)[1]])
 def test_scales_around_zero(function: Callable, normal: Callable, out_and_grads: Callable) -> None:
     x, scale, dy = normal(18, (3, 127), (127,), (3, 127))
@@ -243,12 +250,13 @@ def test_swiglu_backward_lowers_for_the_gpu_and_says_what_it_refuses(monkeypatch
             swiglu(*[jnp.ones(shape, dtype)] * 2, activation=activation, implementation="mosaic_gpu")
 
 
-# one row a block; several, which 5 rows do not share out; room behind; a scale in 32 and in 16 bits
+# one row a block; several, next to each other and, where the scale's gradient is summed, 8 apart; 5 rows, which
+# blocks do not share out; rows too wide for that sum; room behind; a scale in 32 and in 16 bits
 @pytest.mark.parametrize(
     ("shape", "room", "dtype", "scale_dtype"),
     [
         ((2, 3, 1024), 0, jnp.bfloat16, jnp.float32),
-        ((8, 1024), 64, jnp.float16, jnp.float16),
+        ((16, 1024), 64, jnp.float16, jnp.float16),
         ((5, 2048), 8, jnp.bfloat16, jnp.bfloat16),
         ((3, 5120), 64, jnp.bfloat16, jnp.bfloat16),
     ],
@@ -260,16 +268,22 @@ def test_interpreted_norm(
     scale_dtype: jnp.dtype,
     normal: Callable,
     no_worse_than_dense: Callable,
+    monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture,
 ) -> None:
+    monkeypatch.setattr(_platform, "multiprocessors", lambda: 1)
     x, dy, dresidual = normal(15, shape, shape, shape, dtype=dtype)
     scale = 1 + normal(16, shape[-1:])[0].astype(scale_dtype) / 4
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
         y, rrms = norm_kernel.forward(x, scale, 1e-3, room)
-        dx, dscale = norm_kernel.backward(x, scale, rrms, dy)
-        dx_and_residual, _ = norm_kernel.backward(x, scale, rrms, dy, dresidual)
+        dx, none = norm_kernel.backward(x, scale, rrms, dy, trained=False)
+        dx_beside, dscale = norm_kernel.backward(x, scale, rrms, dy, trained=True)
+        dx_and_residual, dscale_too = norm_kernel.backward(x, scale, rrms, dy, dresidual, trained=True)
         total, y_total, _ = norm_kernel.forward_added(x, dresidual, scale, 1e-3, room)
     assert "RACE" not in capfd.readouterr().out
+    assert none is None
+    np.testing.assert_array_equal(dx, dx_beside)
+    np.testing.assert_array_equal(dscale, dscale_too)
     assert (y.shape, rrms.shape) == ((*shape[:-1], shape[-1] + room), (*shape[:-1], 1))
     truth_y, (truth_dx, truth_dscale) = norm_oracle(x, scale, dy, 1e-3)
     truth_sum = truth_dx + np.asarray(dresidual, np.float64)
@@ -292,8 +306,10 @@ def test_norm_lowers_for_the_gpu_and_says_what_it_refuses(monkeypatch: pytest.Mo
         x, y = rms_norm_residual(x, scale, room=64)
         return x.astype(jnp.float32).sum() + y[..., :2048].astype(jnp.float32).sum()
 
-    text = jax.jit(jax.grad(loss)).trace(x, scale).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("custom_call @mosaic_gpu") == 2  # no kernel for the scale's gradient, which nobody wants here
+    for wrt, sums in ((0, 0), ((0, 1), 1)):  # blocks' sums of the scale's gradient, where somebody wants it
+        text = jax.jit(jax.grad(loss, wrt)).trace(x, scale).lower(lowering_platforms=("cuda",)).as_text()
+        assert text.count("custom_call @mosaic_gpu") == 2
+        assert text.count("stablehlo.reduce(") == sums
     for shape, dtype, room, reason in (
         ((5, 2047), jnp.bfloat16, 0, "multiple of 1024 of at most 8192, and is 2047"),
         ((5, 9216), jnp.bfloat16, 0, "multiple of 1024 of at most 8192, and is 9216"),
