@@ -1,5 +1,7 @@
 """x @ w.T whatever w is stored as."""
 
+from typing import Any
+
 import jax
 from jax import numpy as jnp
 from jaxtyping import Array, Float, PyTree
@@ -21,8 +23,38 @@ def matmul(x: Float[Array, "*B I"], w: Float[Array, "O I"] | NF4Weight) -> Float
         raise ValueError(f"x of shape {x.shape} has width {x.shape[-1]}, but w of shape {w.shape} takes {w.shape[-1]}")
     if isinstance(w, NF4Weight):
         return nf4_linear(x, w)
-    y = jax.lax.dot_general(x, w.astype(x.dtype), (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-    return y.astype(x.dtype)
+    # In f32 the product's own transposes are right, and stay in the precision that it was asked for in.
+    return _product(x, w) if x.dtype == jnp.float32 else _narrow_product(x, w)
+
+
+def _product(x: Array, w: Array) -> Array:
+    return jnp.einsum("...i,oi->...o", x, w.astype(x.dtype), preferred_element_type=jnp.float32).astype(x.dtype)
+
+
+@jax.custom_vjp
+def _narrow_product(x: Array, w: Array) -> Array:
+    """The product of 16-bit numbers, whose gradients are products of 16-bit numbers too, summed in f32.
+
+    The transpose of a product that returns f32 would meet dy in f32, and widen the other operand. The gradient of w is
+    rounded to its own dtype alone, so that a weight in f32 gets all of it.
+    """
+    return _product(x, w)
+
+
+def _narrow_product_fwd(x: Any, w: Any) -> tuple[Array, tuple[Array | None, Array]]:
+    # A frozen weight needs nothing of x, which is as large as a layer's result.
+    return _product(x.value, w.value), (x.value if w.perturbed else None, w.value)
+
+
+def _narrow_product_bwd(residuals: tuple[Array | None, Array], dy: Array) -> tuple[Array, Array | None]:
+    x, w = residuals
+    dx = jnp.einsum("...o,oi->...i", dy, w.astype(dy.dtype), preferred_element_type=jnp.float32).astype(dy.dtype)
+    if x is None:
+        return dx, None
+    return dx, jnp.einsum("...o,...i->oi", dy, x, preferred_element_type=jnp.float32).astype(w.dtype)
+
+
+_narrow_product.defvjp(_narrow_product_fwd, _narrow_product_bwd, symbolic_zeros=True)
 
 
 def weight_bytes(tree: PyTree) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import threading
 import time
 from collections.abc import Callable, Generator
 from pathlib import Path
@@ -13,6 +14,7 @@ import jax
 import optax
 from flax import nnx
 
+from gymjax.training.kernels_ahead import kernels_ahead
 from gymjax.training.metrics import GIB, device_memory_gib
 from gymjax.training.step import StepSettings, TrainState, make_step
 
@@ -65,9 +67,23 @@ def compile_program(jitted: Any, *arguments: Any) -> Program:
     with _cache_events() as events:
         lowered = jitted.lower(*arguments)
         traced = time.perf_counter() - started
-        compiled = lowered.compile(_GPU_OPTIONS if jax.default_backend() == "gpu" else None)
+        options = _GPU_OPTIONS if jax.default_backend() == "gpu" else None
+        with kernels_ahead(lowered, _one_device(arguments), _cache_folder()):
+            compiled = lowered.compile(options)
     seconds = time.perf_counter() - started
     return Program(compiled, seconds, _HIT in events if events else None, program_peak_gib(compiled), traced)
+
+
+def _one_device(arguments: Any) -> jax.Device | None:
+    """Any device that the arguments lie, or will lie, on, of this process where there is one; None for plain shapes."""
+    for leaf in jax.tree.leaves(arguments):
+        if (sharding := getattr(leaf, "sharding", None)) is not None:
+            return min(sharding.addressable_devices or sharding.device_set, key=lambda device: device.id)
+    return None
+
+
+def _cache_folder() -> str | None:
+    return jax.config.jax_compilation_cache_dir if jax.config.jax_enable_compilation_cache else None
 
 
 _HIT, _MISS = "/jax/compilation_cache/cache_hits", "/jax/compilation_cache/cache_misses"
@@ -75,11 +91,12 @@ _HIT, _MISS = "/jax/compilation_cache/cache_hits", "/jax/compilation_cache/cache
 
 @contextlib.contextmanager
 def _cache_events() -> Generator[list[str]]:
-    """The names of hits and misses of JAX's persistent cache, as they come."""
+    """The names of hits and misses of JAX's persistent cache, as they come in this thread."""
     events: list[str] = []
+    ours = threading.get_ident()
 
     def listen(event: str, **_: Any) -> None:
-        if event in (_HIT, _MISS):
+        if event in (_HIT, _MISS) and threading.get_ident() == ours:
             events.append(event)
 
     jax.monitoring.register_event_listener(listen)
