@@ -7,8 +7,9 @@ Usage: python scripts/bench_train.py [--shape llama3.1-8b] [--base nf4] [--remat
 
 With --fused on off the step is timed with and without enable_liger_kernel; the latter is the former's peer `unfused`.
 
-Every system runs in a process of its own, one after the other, on the same machine; the lines go to --out (by default
-scripts/results/train.jsonl). Peers need a folder for their model (--peer-model), which is made when it is missing.
+Every system runs in a process of its own, one after the other, on the same machine, the peers first; each setting's
+lines go to --out (by default scripts/results/train.jsonl) as it ends. Peers need a folder for their model
+(--peer-model), which is made when it is missing.
 """
 
 from __future__ import annotations
@@ -187,10 +188,6 @@ def main(arguments: list[str]) -> int:
     command = [sys.executable, __file__, "--only", "--shape", options.shape, "--base", options.base]
     command += ["--steps", str(options.steps), "--finetune", options.finetune, "--optim", options.optim]
     command += ["--attention", options.attention] if options.attention else []
-    ours = {
-        (batch, remat, fused): run_process([*command, "--batch", batch, "--remat", remat, "--fused", fused])[0]
-        for batch, remat, fused in itertools.product(options.batch, options.remat, options.fused)
-    }
     script = str(ROOT / "scripts" / "peer_step.py")
     if options.peers and not (Path(options.peer_model) / "config.json").exists():
         what = "config" if options.peers == ["hf"] and options.base == "bf16" else "make"
@@ -203,20 +200,22 @@ def main(arguments: list[str]) -> int:
             [sys.executable, script, peer, options.peer_model, options.base, *options.batch], len(options.batch)
         )
         peers |= {(peer, batch): result for batch, result in zip(options.batch, measured)}
-    found = []
-    for (batch, remat, fused), measured in ours.items():
-        case = setting_of(options, batch, remat, fused=fused == "on").name
-        beside = {peer: theirs for (peer, size), theirs in peers.items() if size == batch and theirs is not None}
-        unfused = ours.get((batch, remat, "off"))
-        beside |= {"unfused": unfused} if fused == "on" and unfused is not None else {}
-        found += [] if measured is None else lines(case, measured, beside)
     out = Path(options.out)
     out.parent.mkdir(parents=True, exist_ok=True)
-    with out.open("a") as file:
-        file.writelines(json.dumps(line) + "\n" for line in found)
-    for line in found:
-        print(json.dumps(line))
-    return int(None in peers.values() or None in ours.values())
+    failed = None in peers.values()
+    for batch, remat in itertools.product(options.batch, options.remat):
+        beside = {peer: theirs for (peer, size), theirs in peers.items() if size == batch and theirs is not None}
+        for fused in sorted(options.fused):  # "off" first, which "on" is measured against
+            measured = run_process([*command, "--batch", batch, "--remat", remat, "--fused", fused])[0]
+            if measured is None:
+                failed = True
+                continue
+            found = lines(setting_of(options, batch, remat, fused=fused == "on").name, measured, beside)
+            beside["unfused"] = measured
+            with out.open("a") as file:
+                file.writelines(json.dumps(line) + "\n" for line in found)
+            print(*map(json.dumps, found), sep="\n", flush=True)
+    return int(failed)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ def distinct_kernels(lowered: jax.stages.Lowered) -> list[dict[str, Any]]:
     """Attributes of each distinct Mosaic kernel of a program, longest first, as they take longest to compile."""
     from jaxlib.mlir import ir  # here, as jax promises nothing of it
 
-    found: dict[bytes, dict[str, Any]] = {}
+    found: dict[Any, dict[str, Any]] = {}
 
     def look(operation: Any) -> ir.WalkResult:
         attributes = operation.attributes
