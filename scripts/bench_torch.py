@@ -130,7 +130,7 @@ def time_torch(described: list, turns: Turns) -> None:
     timing: dict[str, Any] = {"warmup": 50, "rep": 200, "return_mode": "median"}
     for name, function, shapes, static in described:
         found: dict[str, list[float]] = {}
-        with turns.alone():
+        with turns.alone(f"{name} torch"):
             try:
                 for peer, (forward, both) in TORCH_PEERS[function](shapes, static).items():
                     with torch.no_grad():

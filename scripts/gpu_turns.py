@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import os
+import sys
+import threading
 import time
 from collections.abc import Generator
 from pathlib import Path
@@ -15,16 +18,17 @@ class Turns:
     Args:
         folder: that all processes know.
         patience: seconds to wait for others that compile, which disturb short timings; then they are not waited for.
+        longest: seconds of a turn, after which its process ends: a kernel that hangs must not keep the GPU.
     """
 
-    def __init__(self, folder: Path, patience: float = 60):
-        self._folder, self._patience = folder, patience
+    def __init__(self, folder: Path, patience: float = 60, longest: float = 40):
+        self._folder, self._patience, self._longest = folder, patience, longest
         self._compiling = (folder / "compiling").open("a")
         fcntl.flock(self._compiling, fcntl.LOCK_SH)
 
     @contextlib.contextmanager
-    def alone(self) -> Generator[None]:
-        """While the GPU is this process's alone, after all others have compiled."""
+    def alone(self, who: str) -> Generator[None]:
+        """While the GPU is this process's alone, after all others have compiled; `who` names it if it hangs."""
         fcntl.flock(self._compiling, fcntl.LOCK_UN)
         end = time.monotonic() + self._patience
         while not _taken(self._compiling) and time.monotonic() < end:
@@ -32,7 +36,17 @@ class Turns:
         fcntl.flock(self._compiling, fcntl.LOCK_UN)
         with (self._folder / "timing").open("a") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            yield
+            watch = threading.Timer(self._longest, self._give_up, (who,))
+            watch.daemon = True
+            watch.start()
+            try:
+                yield
+            finally:
+                watch.cancel()
+
+    def _give_up(self, who: str) -> None:
+        print(f"{who}: a turn of more than {self._longest:.0f} s; its process ends", file=sys.stderr, flush=True)
+        os._exit(1)
 
 
 def _taken(file) -> bool:

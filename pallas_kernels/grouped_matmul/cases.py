@@ -51,7 +51,7 @@ def _naive(x: Array, w: Array, group_sizes: Array) -> Array:
 
 
 def _ragged_dot(x: Array, w: Array, group_sizes: Array) -> Array:
-    return jax.lax.ragged_dot(x, w, group_sizes, preferred_element_type=jnp.float32).astype(x.dtype)
+    return jax.lax.ragged_dot(x, w, group_sizes)
 
 
 def swapped(x: Array, w: Array, group_sizes: Array) -> tuple[Array, Array, Array]:
