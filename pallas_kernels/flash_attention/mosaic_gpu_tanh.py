@@ -9,6 +9,7 @@ The interpreter runs no inline assembly: with `staged`, plain array operations d
 """
 
 import struct
+from typing import Any
 
 import jax.experimental.mosaic.gpu as mgpu
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -46,7 +47,7 @@ def tanh(product, scale: float, *, staged: bool):
     )
     def by_size(_, array):
         types = [register.type for register in array.registers.flat]
-        choice = scf.IfOp(_any_beyond(array.registers, SMALL_LIMIT / scale), types, has_else=True)
+        choice: Any = scf.IfOp(_any_beyond(array.registers, SMALL_LIMIT / scale), types, has_else=True)
         for block, ptx in ((choice.then_block, _rational(scale)), (choice.else_block, _small(scale))):
             with ir.InsertionPoint(block):
                 scf.yield_([_elementwise(ptx, register) for register in array.registers.flat])
