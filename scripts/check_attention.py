@@ -1,6 +1,7 @@
 """Checks the Hopper attention kernels on a GPU against float64, over widths, groups, lengths and masks.
 
-Usage: python scripts/check_attention.py [--seconds 100] [--out FILE]   (exit status 1 where an error is above its bar)
+Usage: python scripts/check_attention.py [--seconds 100] [--masks softcap ...] [--out FILE]
+(exit status 1 where an error is above its bar)
 
 Each case compares the output, the log-sum-exp and the gradients of q, k, v and sinks with the definition in float64 on
 the host, over several draws; the bar is 1.5 times the error of dense bf16 attention ("xla") on the same inputs. Cases
@@ -51,8 +52,11 @@ ENVIRONMENT = {  # of the processes, which are many on one GPU; nothing is timed
     "OPENBLAS_NUM_THREADS": "2",
 }
 DRAWS = {1: 64}  # of random numbers, else 4: an error of few numbers would be a draw itself
+# Sinks' gradients are one for each head: were all else exact, rounding would make the error of 16 of them (4 draws of 4
+# heads, D64 T129) up to 1.7 times what it is in the mean of their sizes, that of 64 up to 1.3 times.
+DRAWS_OF_SINKS = 16
 NAMES = ("out", "lse", "dq", "dk", "dv", "ds")
-FLOOR = {"lse": 1e-5}  # f32 rounding of sums, and the hardware's tanh, which is good to 5e-4; the dense one is f32
+FLOOR = {"lse": 2e-6}  # f32 rounding of sums, and of a capped score (1e-6 of it); the dense one is f32
 ROUNDING = 1.7e-3  # of bf16, root of the mean square
 
 
@@ -139,7 +143,7 @@ def check(case: tuple, ours: Implementation) -> list[dict[str, Any]]:
         dout, dlse = cotangents
         return oracle(q, k, v, sinks, dout, dlse, seen, width**-0.5, options["softcap"])
 
-    inputs = [draw(number) for number in range(DRAWS.get(tokens, 4))]
+    inputs = [draw(number) for number in range(DRAWS.get(tokens, DRAWS_OF_SINKS if with_sinks else 4))]
     forms = {"fused": False, "pair": True} if width in FUSED_WIDTHS else {"pair": True}
     dense, *mine = (program(*which) for which in (("xla", True), *((ours, form) for form in forms.values())))
     with ThreadPoolExecutor(1) as aside:
@@ -206,11 +210,12 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=14)
     parser.add_argument("--first", type=int, default=0, help="the case to begin with")
     parser.add_argument("--last", type=int, help="the case to end before")
+    parser.add_argument("--masks", nargs="*", choices=list(MASKS), default=list(MASKS), help="which; default all")
     parser.add_argument("--ours", default="mosaic_gpu", help="xla tries this program itself, without a GPU")
     parser.add_argument("--out", type=Path, default=Path(os.devnull), help="where each case's errors are written")
     parser.add_argument("--share", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    chosen = cases()[options.first : options.last]
+    chosen = [case for case in cases()[options.first : options.last] if case[-1] in options.masks]
     if options.share is not None:
         work(chosen[options.share :: options.processes], options.ours)
         return 0

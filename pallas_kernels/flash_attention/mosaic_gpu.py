@@ -91,7 +91,7 @@ def forward(
     q, k, v = (_pad(x) for x in (q, k, v))
     lo, hi = pad_bounds(lo, hi, q.shape[1], keys)
     sinks = None if sinks is None else sinks.astype(jnp.float32)
-    form = Form(Scores(scale, softcap), deterministic or q.shape[-1] not in FUSED_WIDTHS, staged)
+    form = Form(Scores(scale, softcap, staged), deterministic or q.shape[-1] not in FUSED_WIDTHS, staged)
     out, lse = _attend(q, k, v, lo, hi, sinks, form)
     lse = jnp.where(jnp.isposinf(lse), -jnp.inf, lse / LOG2E)
     return out[:, :tokens], lse[..., :tokens]

@@ -8,6 +8,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.flash_attention.mosaic_gpu_tanh import tanh
+
 LOG2E = math.log2(math.e)
 
 
@@ -16,11 +18,12 @@ class Scores:
     """How a product p of a query and a key becomes a score in base 2: `factor * squash(p)`.
 
     Without a cap that is `log2(e) * scale * p`, with one `log2(e) * cap * tanh(p * scale / cap)`; weights are powers of
-    two of it, as the hardware's exponential is.
+    two of it, as the hardware's exponential is. `staged` as that of tanh.
     """
 
     scale: float
     softcap: float | None = None
+    staged: bool = False
 
     @property
     def factor(self) -> float:
@@ -29,7 +32,9 @@ class Scores:
 
     def squash(self, product):
         """The product, or the tanh of its capped score."""
-        return product if self.softcap is None else jnp.tanh(product * (self.scale / self.softcap))
+        if self.softcap is None:
+            return product
+        return tanh(product, self.scale / self.softcap, staged=self.staged)
 
     def chain(self, weight, squashed):
         """`weight` times the derivative of the score by `scale * p`."""
