@@ -94,9 +94,7 @@ def main(arguments: list[str]) -> int:
         print("RESULT " + json.dumps(time_way(setting, WAYS[options.only][0], options.steps)))
         return 0
     print(f"{setting.name}, {os.cpu_count()} CPUs")
-    print(
-        f"{'way':<12}{'traced, s':>11}{'XLA, s':>9}{'both, s':>9}{'step, ms':>10}{'loss':>9}{'CPU, s':>8}", flush=True
-    )
+    print(f"{'way':<12}{'traced, s':>11}{'XLA, s':>9}{'both, s':>9}{'step, ms':>10}{'loss':>9}", flush=True)
     failed = 0
     for way in options.ways:
         found = run_way(way, arguments, options.timeout)
