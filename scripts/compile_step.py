@@ -29,6 +29,7 @@ from jax.sharding import SingleDeviceSharding
 from step_shapes import Setting, add_options, planned_step, setting_of
 
 from gymjax.training.compile import program_peak_gib
+from gymjax.training.kernels_ahead import kernels_ahead
 from gymjax.training.metrics import GIB
 from gymjax.training.plan import Plan, describe
 from gymjax.training.workload import abstract_batch
@@ -53,7 +54,9 @@ def compile_step(setting: Setting) -> tuple[Any, Plan]:
     }
     arguments = (plan.work.state, plan.work.frozen, batch)
     placed = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), arguments)
-    return step.trace(*placed).lower(lowering_platforms=("cuda",)).compile(), plan
+    lowered = step.trace(*placed).lower(lowering_platforms=("cuda",))
+    with kernels_ahead(lowered, device()):
+        return lowered.compile(), plan
 
 
 def written_mib(type_: str) -> float:

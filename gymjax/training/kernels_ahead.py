@@ -20,6 +20,8 @@ import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
 TARGET = "mosaic_gpu_v2"  # the custom call of jax 0.11; where it has another name, nothing is found, nothing is done
+# What looking into a program may raise under another version of JAX, which promises nothing of its representation.
+UNKNOWN = (AttributeError, ImportError, KeyError, OSError, RuntimeError, TypeError, ValueError)
 
 
 def distinct_kernels(lowered: jax.stages.Lowered) -> list[dict[str, Any]]:
@@ -32,8 +34,7 @@ def distinct_kernels(lowered: jax.stages.Lowered) -> list[dict[str, Any]]:
         attributes = operation.attributes
         if operation.name == "stablehlo.custom_call" and attributes["call_target_name"].value == TARGET:
             config = attributes["mhlo.backend_config" if "mhlo.backend_config" in attributes else "backend_config"]
-            kernel = {item.name: _value(item.attr) for item in config}
-            found[kernel["kernel_hash"]] = kernel
+            found[config["kernel_hash"].value_bytes] = {item.name: _value(item.attr) for item in config}
         return ir.WalkResult.ADVANCE
 
     module: Any = lowered.compiler_ir("stablehlo")
@@ -48,7 +49,11 @@ def _value(attribute: Any) -> bytes | bool:
 def lower_kernel(kernel: dict[str, Any], device: jax.Device) -> jax.stages.Lowered:
     """A program of one kernel, which is never to be run: neither its arguments nor its results matter."""
     call = jax.ffi.ffi_call(TARGET, jax.ShapeDtypeStruct((), jnp.float32))
-    program = jax.jit(lambda: call(**kernel), out_shardings=SingleDeviceSharding(device))
+
+    def mosaic_kernel() -> jax.Array:
+        return call(**kernel)
+
+    program = jax.jit(mosaic_kernel, out_shardings=SingleDeviceSharding(device))
     return program.trace().lower(lowering_platforms=("cuda",))
 
 
@@ -77,10 +82,11 @@ def kernels_ahead(
     """
     kernels, mark = [], None
     if device is not None:
-        with contextlib.suppress(Exception):  # jax promises nothing of a program's representation
+        with contextlib.suppress(*UNKNOWN):
             kernels = distinct_kernels(lowered)
             mark = Path(folder) / f"kernels-{_digest(lowered, device)}" if folder and kernels else None
-    if not kernels or (mark is not None and mark.exists()):
+            kernels = [] if mark is not None and mark.exists() else kernels
+    if not kernels:
         yield []
         return
     pool = ThreadPoolExecutor(min(len(kernels), os.cpu_count() or 1), thread_name_prefix="kernel")

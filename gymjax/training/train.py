@@ -14,7 +14,7 @@ from gymjax.checkpoint.train_state import Checkpoints
 from gymjax.config import Config, check_output_dir, check_trainable, describe
 from gymjax.models.decoder import Decoder
 from gymjax.training.compile import describe_program, use_compile_cache
-from gymjax.training.inputs import open_inputs
+from gymjax.training.inputs import open_inputs, planned_steps
 from gymjax.training.interrupt import stop_requests
 from gymjax.training.logs import RunLog
 from gymjax.training.loop import Progress, run_steps
@@ -74,10 +74,12 @@ def train(config: Config) -> TrainResult:
     inputs = open_inputs(config)
     plan = plan_run(config, inputs)
     refuse_if_too_large(plan)
-    shape, program = compile_planned(config, inputs, plan)
-    run, state = set_up(config, inputs, plan)
     folder = Path(config.train.output_dir)
     checkpoints = Checkpoints(folder, config.train.save_total_limit)
+    _, step = checkpoint_to_resume(config, checkpoints)
+    finished = step is not None and step >= planned_steps(config, inputs.loader)
+    programs = {} if finished else dict([compile_planned(config, inputs, plan)])
+    run, state = set_up(config, inputs, plan)
     state, progress, history, resumed = resume(run, state, checkpoints)
     start = int(state.step)
     if alone:
@@ -97,10 +99,11 @@ def train(config: Config) -> TrainResult:
     )
     started = time.perf_counter()
     try:
-        for line in [*before_training(run, state), *resumed, describe_program(program, shape)]:
+        compiled = [describe_program(program, shape) for shape, program in programs.items()]
+        for line in [*before_training(run, state), *resumed, *compiled]:
             log.say(line)
         with stop_requests() as stop:
-            state, interrupted = run_steps(run, state, {shape: program}, progress, log, checkpoints, stop)
+            state, interrupted = run_steps(run, state, programs, progress, log, checkpoints, stop)
         checkpoints.wait()
         if not interrupted and config.train.load_best_model_at_end and progress.best.step:
             state = _restore_best(run, state, progress, checkpoints, log)
@@ -118,6 +121,23 @@ def train(config: Config) -> TrainResult:
     return TrainResult(metrics, log.history, model_with(run, state.params), run, state, interrupted)
 
 
+def checkpoint_to_resume(config: Config, checkpoints: Checkpoints) -> tuple[Checkpoints, int | None]:
+    """(where it lies, its step) of the checkpoint that a run goes on from; a step of None where it starts afresh.
+
+    Raises:
+        ValueError: the config names a folder that is no checkpoint.
+    """
+    wanted = config.train.resume_from_checkpoint
+    if isinstance(wanted, str):
+        path = Path(wanted).absolute()
+        name = re.fullmatch(r"checkpoint-(\d+)", path.name)
+        if name is None:
+            raise ValueError(f"resume_from_checkpoint: {wanted} is not named checkpoint-<step>")
+        return Checkpoints(path.parent), int(name[1])
+    afresh = wanted is False or (wanted is None and config.train.overwrite_output_dir)
+    return checkpoints, None if afresh else checkpoints.latest()
+
+
 def resume(run: Run, state: TrainState, checkpoints: Checkpoints) -> tuple[TrainState, Progress, list[dict], list[str]]:
     """Continues from the checkpoint that the config asks for, or from the newest one of the output folder.
 
@@ -128,15 +148,8 @@ def resume(run: Run, state: TrainState, checkpoints: Checkpoints) -> tuple[Train
         ValueError: the checkpoint is damaged or belongs to other data, model or settings.
         FileNotFoundError: the named checkpoint is not there.
     """
-    wanted = run.config.train.resume_from_checkpoint
-    source, step = checkpoints, checkpoints.latest()
-    if isinstance(wanted, str):
-        path = Path(wanted).absolute()
-        name = re.fullmatch(r"checkpoint-(\d+)", path.name)
-        if name is None:
-            raise ValueError(f"resume_from_checkpoint: {wanted} is not named checkpoint-<step>")
-        source, step = Checkpoints(path.parent), int(name[1])
-    if step is None or wanted is False or (wanted is None and run.config.train.overwrite_output_dir):
+    source, step = checkpoint_to_resume(run.config, checkpoints)
+    if step is None:
         return state, Progress(), [], []
     state, meta = source.restore(step, state)
     if meta["data"] != run.fingerprint:

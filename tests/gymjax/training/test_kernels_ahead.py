@@ -3,6 +3,7 @@
 import threading
 
 import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import pytest
 
@@ -59,6 +60,19 @@ def compile_in(program, folder=None):
         for future in futures:
             future.exception(timeout=30)
     return len(futures)
+
+
+def test_this_jax_lowers_kernels_to_the_call_that_is_looked_for():
+    add = plgpu.kernel(
+        lambda x, y: y.__setitem__(..., x[...] + 1),
+        out_type=jax.ShapeDtypeStruct((128,), jnp.float32),
+        grid=(1,),
+        grid_names=("block",),
+    )
+    program = jax.jit(lambda x: add(add(x))).trace(jnp.ones(128)).lower(lowering_platforms=("cuda",))
+    (found,) = ahead.distinct_kernels(program)
+    assert found.keys() == SMALL.keys()
+    assert ahead.distinct_kernels(ahead.lower_kernel(found, DEVICE)) == [found]
 
 
 @pytest.mark.parametrize("inner", [False, True])

@@ -1,5 +1,6 @@
 """Whole runs of a tiny model: files, resuming, stopping, evaluation, and what goes wrong."""
 
+import dataclasses
 import json
 import math
 import os
@@ -90,6 +91,22 @@ def test_resuming_gives_the_same_bits(optim, configure, tmp_path, leaves_equal, 
     assert losses[0] == losses[1]
     lines = (Path(halves.train.output_dir) / "trainer_log.jsonl").read_text().splitlines()
     assert [json.loads(line)["current_steps"] for line in lines] == list(range(1, 11))
+
+
+def test_a_finished_run_compiles_nothing(configure, leaves_equal, monkeypatch):
+    config = configure(max_steps=2, save_strategy="steps", save_steps=2)
+    first = train(config)
+
+    def no(*_):
+        pytest.fail("a step was compiled")
+
+    monkeypatch.setattr("gymjax.training.train.compile_planned", no)
+    monkeypatch.setattr(loop, "compile_program", no)
+    again = train(config)
+    assert leaves_equal(first.state, again.state)
+    assert again.history == first.history
+    with pytest.raises(pytest.fail.Exception, match="a step was compiled"):
+        train(dataclasses.replace(config, train=dataclasses.replace(config.train, max_steps=3)))  # goes on
 
 
 def _save_then_stop(save):
