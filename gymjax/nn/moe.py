@@ -15,7 +15,17 @@ from jaxtyping import Array, Bool, Float, Int
 from gymjax.nn.linear import Linear
 from gymjax.nn.mlp import GatedMLP
 from gymjax.nn.ops import layer_ops
-from gymjax.nn.routing import Dispatch, RouterStats, combine, dispatch, route, router_logits, router_stats, scatter
+from gymjax.nn.routing import (
+    Dispatch,
+    RouterStats,
+    combine,
+    dispatch,
+    route,
+    router_logits,
+    router_stats,
+    scatter,
+    weights_of_rows,
+)
 from pallas_kernels.grouped_matmul import GroupedLayer, grouped_layers
 from pallas_kernels.lora_linear import LOW_NAME
 
@@ -150,13 +160,13 @@ class MoE(nnx.Module):
             x_BTD: tokens.
             key: feeds the adapters of the router and the shared expert.
             counted_BT: tokens that count in the statistics; None: none are made.
-            fused_ops: as in `layer_ops`.
+            fused_ops: of the shared expert, as in `layer_ops`.
         """
         keys = [None] * 3 if key is None else jax.random.split(key, 3)
         x_MD = x_BTD.reshape(-1, x_BTD.shape[-1])
         logits_ME = self._logits(x_MD, keys[0])
         expert_Mk, weight_Mk = route(logits_ME, self.cfg.top_k, renormalize=self.cfg.renormalize)
-        y_BTD = self._experts(x_MD, expert_Mk, weight_Mk, fused_ops).reshape(x_BTD.shape)
+        y_BTD = self._experts(x_MD, expert_Mk, weight_Mk).reshape(x_BTD.shape)
         if self.shared is not None and self.shared_gate is not None:
             open_BT1 = jax.nn.sigmoid(self.shared_gate(x_BTD, keys[1]).astype(jnp.float32))
             y_BTD = y_BTD + (open_BT1 * self.shared(x_BTD, keys[2], fused_ops=fused_ops)).astype(y_BTD.dtype)
@@ -170,7 +180,7 @@ class MoE(nnx.Module):
             return self.router(x_MD.astype(jnp.float32), key)
 
     def _experts(
-        self, x_MD: Float[Array, "M D"], expert_Mk: Int[Array, "M k"], weight_Mk: Float[Array, "M k"], fused_ops: bool
+        self, x_MD: Float[Array, "M D"], expert_Mk: Int[Array, "M k"], weight_Mk: Float[Array, "M k"]
     ) -> Float[Array, "M D"]:
         to = dispatch(expert_Mk, self.cfg.experts)
 
@@ -178,9 +188,10 @@ class MoE(nnx.Module):
             rows = scatter(x_MD, to)
             gate, up = apply_experts(rows, (self.gate, self.up), to)
             gate, up = checkpoint_name(gate, "gate"), checkpoint_name(up, "up")
-            activation = self.cfg.activation or layer_ops(fused_ops).swiglu
-            weight = weight_Mk[to.token, to.copy][:, None]
-            hidden = (activation(gate, up).astype(jnp.float32) * weight).astype(x_MD.dtype)
+            # Plain jnp in f32: compilers make one pass of it with the weights, and one of all its gradients.
+            activation = self.cfg.activation or layer_ops(fused_ops=False).swiglu
+            weight = weights_of_rows(weight_Mk, to)[:, None]
+            hidden = (activation(gate.astype(jnp.float32), up.astype(jnp.float32)) * weight).astype(x_MD.dtype)
             return combine(apply_experts(hidden, (self.down,), to, weight)[0], to)
 
         kept = jax.checkpoint_policies.save_only_these_names("gate", "up", LOW_NAME)

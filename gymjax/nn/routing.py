@@ -106,14 +106,14 @@ class Dispatch:
         sizes: (E,) int32, rows of each expert.
         expert: (M * k,) int32, expert of each row.
         token: (M * k,) int32, token of each row.
-        copy: (M * k,) int32, which of its token's k copies each row is.
+        source: (M * k,) int32, `token * k + i` of a row that is its token's copy i.
         row: (M, k) int32, row of each copy.
     """
 
     sizes: Int[Array, " E"]
     expert: Int[Array, " rows"]
     token: Int[Array, " rows"]
-    copy: Int[Array, " rows"]
+    source: Int[Array, " rows"]
     row: Int[Array, "M k"]
 
 
@@ -121,11 +121,11 @@ def dispatch(expert_Mk: Int[Array, "M k"], experts: int) -> Dispatch:
     """Sorts every copy by its expert; no copy is dropped. The sort is stable, so that equal inputs give equal sums."""
     flat = expert_Mk.reshape(-1)
     index = jnp.arange(flat.size, dtype=jnp.int32)
-    expert, order = sort_by_expert(flat, experts)
-    row = jnp.zeros_like(index).at[order].set(index, unique_indices=True).reshape(expert_Mk.shape)
-    token, copy = jnp.divmod(order, jnp.int32(expert_Mk.shape[1]))
+    expert, source = sort_by_expert(flat, experts)
+    row = jnp.zeros_like(index).at[source].set(index, unique_indices=True).reshape(expert_Mk.shape)
+    token, _ = _divmod(source, expert_Mk.shape[1])
     ends = jnp.searchsorted(expert, jnp.arange(experts, dtype=jnp.int32), side="right", method="compare_all")
-    return Dispatch(jnp.diff(ends, prepend=0).astype(jnp.int32), expert, token, copy, row)
+    return Dispatch(jnp.diff(ends, prepend=0).astype(jnp.int32), expert, token, source, row)
 
 
 def sort_by_expert(expert: Int[Array, " n"], experts: int) -> tuple[Int[Array, " n"], Int[Array, " n"]]:
@@ -135,19 +135,39 @@ def sort_by_expert(expert: Int[Array, " n"], experts: int) -> tuple[Int[Array, "
         return expert[order], order
     # numbers that hold the place too: one array to sort, and no two are equal
     both = expert * expert.size + jnp.arange(expert.size, dtype=jnp.int32)
-    return jnp.divmod(jnp.sort(both), jnp.int32(expert.size))
+    return _divmod(jnp.sort(both), expert.size)
+
+
+def _divmod(x: Int[Array, " n"], by: int) -> tuple[Int[Array, " n"], Int[Array, " n"]]:
+    """Quotient and remainder of numbers that are not negative.
+
+    Without the signs' cases, which compilers put into every reader, once for each element that it gathers.
+    """
+    unsigned, by_ = x.astype(jnp.uint32), jnp.full_like(x, by, jnp.uint32)
+    return jax.lax.div(unsigned, by_).astype(x.dtype), jax.lax.rem(unsigned, by_).astype(x.dtype)
+
+
+def _take(x: Array, index: Int[Array, "..."]) -> Array:
+    """Rows of x, at places that are in it; nothing is added to each element's address for those that are not."""
+    return x.at[index].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
 
 @jax.custom_vjp
 def scatter(x_MD: Float[Array, "M D"], to: Dispatch) -> Float[Array, "rows D"]:
     """Copies every token to its rows. The gradient gathers a token's rows and sums them in f32, without atomics."""
-    return x_MD[to.token]
+    return _take(x_MD, to.token)
 
 
 @jax.custom_vjp
 def combine(y_rows: Float[Array, "rows D"], to: Dispatch) -> Float[Array, "M D"]:
     """Sums every token's rows in f32; the adjoint of `scatter`."""
-    return jnp.sum(y_rows[to.row], axis=1, dtype=jnp.float32).astype(y_rows.dtype)
+    return jnp.sum(_take(y_rows, to.row), axis=1, dtype=jnp.float32).astype(y_rows.dtype)
+
+
+@jax.custom_vjp
+def weights_of_rows(weight_Mk: Float[Array, "M k"], to: Dispatch) -> Float[Array, " rows"]:
+    """Each row's weight. The gradient, a permutation too, is gathered."""
+    return _take(weight_Mk.reshape(-1), to.source)
 
 
 def _no_gradient(to: Dispatch) -> Dispatch:
@@ -156,3 +176,6 @@ def _no_gradient(to: Dispatch) -> Dispatch:
 
 scatter.defvjp(lambda x, to: (scatter(x, to), to), lambda to, dy: (combine(dy, to), _no_gradient(to)))
 combine.defvjp(lambda y, to: (combine(y, to), to), lambda to, dx: (scatter(dx, to), _no_gradient(to)))
+weights_of_rows.defvjp(
+    lambda weight, to: (weights_of_rows(weight, to), to), lambda to, dy: (_take(dy, to.row), _no_gradient(to))
+)

@@ -9,7 +9,16 @@ import pytest
 from flax import nnx
 
 from gymjax.nn.moe import ClampedSwiGLU, MoE, MoEConfig
-from gymjax.nn.routing import dispatch, route, router_logits, router_stats, sort_by_expert
+from gymjax.nn.routing import (
+    combine,
+    dispatch,
+    route,
+    router_logits,
+    router_stats,
+    scatter,
+    sort_by_expert,
+    weights_of_rows,
+)
 
 D = 12
 PLAIN = MoEConfig(experts=5, top_k=2, ffn_width=9, renormalize=True)
@@ -115,7 +124,25 @@ def test_dispatch_sorts_and_drops_nothing():
     np.testing.assert_array_equal(to.sizes, [2, 0, 2, 2, 0])
     np.testing.assert_array_equal(to.expert, [0, 0, 2, 2, 3, 3])
     np.testing.assert_array_equal(to.token, [0, 1, 0, 2, 1, 2])
-    np.testing.assert_array_equal(to.row.reshape(-1)[to.token * 2 + to.copy], np.arange(6))
+    np.testing.assert_array_equal(to.source // 2, to.token)
+    np.testing.assert_array_equal(to.row.reshape(-1)[to.source], np.arange(6))
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_moving_rows_has_the_gradients_of_indexing(k):
+    rng = np.random.default_rng(k)
+    to = dispatch(jnp.asarray(np.stack([rng.permutation(5)[:k] for _ in range(7)])), 5)
+    token, copy = np.divmod(np.asarray(to.source), k)
+    x, rows = rng.normal(0, 1, (7, 4)), rng.normal(0, 1, (7 * k, 4))
+    weight, row = rng.normal(0, 1, (7, k)), rng.normal(0, 1, 7 * k)
+    summed, placed = np.zeros((7, 4)), np.zeros((7, k))
+    np.add.at(summed, token, rows)
+    np.add.at(placed, (token, copy), row)
+    cases = ((scatter, x, rows, x[token], summed), (combine, rows, x, summed, x[token]))
+    for move, a, da, want, dwant in (*cases, (weights_of_rows, weight, row, weight[token, copy], placed)):
+        got, pull = jax.vjp(lambda a, move=move: move(a, to), jnp.asarray(a, jnp.float32))
+        np.testing.assert_allclose(got, want, atol=1e-6)  # f32 sums of at most three
+        np.testing.assert_allclose(pull(jnp.asarray(da, jnp.float32))[0], dwant, atol=1e-6)
 
 
 def test_statistics_leave_padding_out():
