@@ -14,7 +14,6 @@ import dataclasses
 import math
 from typing import Any
 
-import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -154,7 +153,7 @@ def gradient(
     return _run(products, labels, factor, lse, room, index, form, tiles)[1]
 
 
-def _run(products, labels, factor, lse, room, index, form: Form, tiles: Tiles):
+def _run(products, labels, factor, lse, room, index, form: Form, tiles: Tiles) -> Any:
     """Launch the passes that are asked for: the first without `lse`, the second with `room`."""
     rows, vocabulary = products.shape
     dtype = jnp.bfloat16 if room is None else room.dtype
@@ -165,19 +164,19 @@ def _run(products, labels, factor, lse, room, index, form: Form, tiles: Tiles):
     rest = lines - count * tiles.lines
     blocks = min(rows, tiles.blocks or _platform.multiprocessors())
     first, second = lse is None, room is not None
-    args = [products.reshape(rows, lines, LINE), labels.astype(jnp.int32)]
-    args += [factor.astype(jnp.float32), jnp.asarray(index, jnp.int32).reshape(1)] if second else []
-    args += [] if first else [lse.astype(jnp.float32)]
-    out = (jnp.zeros((STATISTICS, rows), jnp.float32),) if first else ()
-    out += (room.reshape(room.shape[0], rows, lines, LINE),) if second else ()
+    args = {"products": products.reshape(rows, lines, LINE), "labels": labels.astype(jnp.int32)}
+    out = {}
+    if first:
+        out["statistics"] = jnp.zeros((STATISTICS, rows), jnp.float32)
+    else:
+        args["lse"] = lse.astype(jnp.float32)
+    if second:
+        args |= {"factor": factor.astype(jnp.float32), "index": jnp.asarray(index, jnp.int32).reshape(1)}
+        out["room"] = room.reshape(room.shape[0], rows, lines, LINE)
 
     def kernel(refs, scratch):
-        refs = list(refs)
-        products_ref, labels_ref = refs.pop(0), refs.pop(0)
-        factor_ref, index_ref = (refs.pop(0), refs.pop(0)) if second else (None, None)
-        lse_ref = None if first else refs.pop(0)
-        statistics_ref = refs.pop(0) if first else None
-        room_ref = refs.pop(0) if second else None
+        named: dict[str, Any] = dict(zip((*args, *out), refs, strict=True))
+        products_ref, labels_ref = named["products"], named["labels"]
         slots, rest_smem, parts, ready, rest_ready, joined = scratch
         block, mine = lax.axis_index("blocks"), lax.axis_index("warpgroup")
         my_rows = lax.div(rows - 1 - block, jnp.int32(blocks)) + 1
@@ -251,13 +250,14 @@ def _run(products, labels, factor, lse, room, index, form: Form, tiles: Tiles):
                 label = jnp.clip(labels_ref[row], 0, vocabulary - 1)
                 label_product = products_ref[row, lax.div(label, jnp.int32(LINE)), lax.rem(label, jnp.int32(LINE))]
                 for field, value in zip((TOP, TOTAL, LABEL, SUM), (top, sums[0], label_product, *sums[1:])):
-                    statistics_ref[field, row] = value
+                    named["statistics"][field, row] = value
 
             return top, sums[0]
 
         def differentiate(turn, row, top, total):
             """The second pass: writes a row of the gradient."""
-            label, where, factor = labels_ref[row], index_ref[0], factor_ref[row]
+            room_ref, factor_ref = named["room"].at[named["index"][0]], named["factor"]
+            label, factor = labels_ref[row], factor_ref[row]
             weight = factor / total
             if form.z_loss:
                 lse = (top * form.unit + jnp.log2(total)) / LOG2E
@@ -273,7 +273,7 @@ def _run(products, labels, factor, lse, room, index, form: Form, tiles: Tiles):
                     y -= jnp.where(here, factor * (1 - form.smoothing), 0.0)
                     if form.softcap is not None:
                         y *= 1 - (values / form.softcap) * (values / form.softcap)
-                    room_ref[where, row, pl.ds(begin + at, GROUP)] = y.astype(room_ref.dtype)
+                    room_ref[row, pl.ds(begin + at, GROUP)] = y.astype(room_ref.dtype)
 
             def piece(n, _):
                 visit = turn * loads + whole - kept + n if first else turn * loads + n
@@ -299,7 +299,7 @@ def _run(products, labels, factor, lse, room, index, form: Form, tiles: Tiles):
 
         def one_row(turn, _):
             row = row_of(turn)
-            top, total = measure(turn, row) if first else (lse_ref[row] * (LOG2E / form.unit), jnp.float32(1))
+            top, total = measure(turn, row) if first else (named["lse"][row] * (LOG2E / form.unit), jnp.float32(1))
             if second:
                 differentiate(turn, row, top, total)
 
@@ -314,19 +314,10 @@ def _run(products, labels, factor, lse, room, index, form: Form, tiles: Tiles):
         plgpu.Barrier(),
         plgpu.Barrier(num_arrivals=tiles.warpgroups),
     )
-    found = list(
-        launch_in_place(
-            kernel,
-            scratch,
-            *args,
-            out=out,
-            grid={"blocks": blocks},
-            warpgroups=tiles.warpgroups,
-            auto_barriers=False,
-        )
-    )
-    told = found.pop(0) if first else None
-    return told, found.pop(0).reshape(room.shape) if second else None
+    shape: dict[str, Any] = {"grid": {"blocks": blocks}, "warpgroups": tiles.warpgroups}
+    written = launch_in_place(kernel, scratch, *args.values(), out=tuple(out.values()), auto_barriers=False, **shape)
+    found = dict(zip(out, written, strict=True))
+    return found.get("statistics"), found["room"].reshape(room.shape) if second else None
 
 
 def _places() -> Array:
