@@ -65,7 +65,15 @@ def launch(
     return plgpu.kernel(_entry(kernel, scratch_types), out_type=out_type, compiler_params=_FAST, **shape)(*args)
 
 
-def launch_in_place(kernel, scratch_types, *args, out: tuple, grid: Mapping[str, int], auto_barriers: bool = True):
+def launch_in_place(
+    kernel,
+    scratch_types,
+    *args,
+    out: tuple,
+    grid: Mapping[str, int],
+    warpgroups: int = WARPGROUPS + 1,
+    auto_barriers: bool = True,
+):
     """As `launch`, for outputs that the kernel adds to: `out` holds their first values.
 
     Without `auto_barriers` no barrier is put around stores to shared memory: the kernel must not read with ordinary
@@ -74,7 +82,7 @@ def launch_in_place(kernel, scratch_types, *args, out: tuple, grid: Mapping[str,
     params = dataclasses.replace(_FAST, unsafe_no_auto_barriers=not auto_barriers)
 
     def run(refs):
-        mesh = plgpu.Mesh(**_shape(grid, WARPGROUPS + 1, {}))
+        mesh = plgpu.Mesh(**_shape(grid, warpgroups, {}))
         pl.kernel(_entry(kernel, scratch_types), mesh=mesh, compiler_params=params)(*refs)
 
     return pl.run_state(run)((*args, *out))[len(args) :]

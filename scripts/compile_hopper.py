@@ -30,6 +30,7 @@ from offline_h200 import mosaic_environment, tools
 
 from pallas_kernels.flash_attention import mosaic_gpu
 from pallas_kernels.grouped_matmul import mosaic_gpu as grouped
+from pallas_kernels.linear_cross_entropy import mosaic_gpu as loss
 from pallas_kernels.lora_linear import mosaic_gpu as narrow
 from pallas_kernels.nf4_linear import mosaic_gpu as nf4
 from pallas_kernels.nf4_linear.cases import random_weight
@@ -205,10 +206,27 @@ def norm_kernels():
             yield [f"{name}-{more}-residual"], backward, (x, scale, rrms, x, x), 0
 
 
+def loss_kernels():
+    """Likewise of the loss' passes over logits: one or the other, and both, plain and with all options."""
+    for vocabulary in (128256, 151936):
+        products, room = (
+            jax.ShapeDtypeStruct(shape, dtype)
+            for shape, dtype in (((512, vocabulary), jnp.float32), ((1, 512, vocabulary), jnp.bfloat16))
+        )
+        labels, each = (jax.ShapeDtypeStruct((512,), dtype) for dtype in (jnp.int32, jnp.float32))
+        for name, form in (("", loss.Form()), ("-options", loss.Form(0.5, 30.0, 0.1, 1e-4))):
+            name = f"loss-V{vocabulary}{name}"
+            yield [f"{name}-forward"], functools.partial(loss.statistics, form=form), (products, labels), 0
+            both = functools.partial(loss.statistics_and_gradient, index=0, form=form)
+            yield [f"{name}-both"], both, (products, labels, each, room), 0
+            known = functools.partial(loss.gradient, index=0, form=form)
+            yield [f"{name}-backward"], known, (products, labels, each, each, room), 0
+
+
 def main(wanted: list[str]) -> None:
     """Prints the report of every kernel of every case."""
     for cases, function, args, skip in itertools.chain(
-        attention_kernels(), grouped_kernels(), narrow_kernels(), nf4_kernels(), norm_kernels()
+        attention_kernels(), grouped_kernels(), narrow_kernels(), nf4_kernels(), norm_kernels(), loss_kernels()
     ):
         if wanted and not any(case.startswith(name) for case in cases for name in wanted):
             continue

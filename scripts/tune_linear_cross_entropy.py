@@ -1,11 +1,11 @@
-"""Times the linear cross-entropy with other chunks and groups of tokens beside all logits at once, and its memory.
+"""Times the linear cross-entropy: the Hopper kernel alone, then loss and gradients in several chunks, and their memory.
 
 Usage: python scripts/tune_linear_cross_entropy.py [--batch 4x2048] [--width 4096] [--vocabulary 128256] [--tiny]
 
-Prints for each form, with a frozen and with a trained head: milliseconds of loss and gradients, the ratio to the
-full-logits form (bars: 0.65 frozen, 1.00 trained), and GiB beside arguments and results (bars: 0.5, and 0.5 beyond the
-f32 gradient of a trained head). `two-pass` reads the logits once more, for their maximum. A form that fails is named,
-and the next ones are timed all the same.
+The kernel alone: microseconds of both passes over a chunk's logits, and GB/s of what it must move, 4 bytes read and 2
+written a logit. The loss, with a frozen and with a trained head: milliseconds of loss and gradients, the ratio to the
+form that holds all logits (bars: 0.65 frozen of the trained one, 1.00 trained), and GiB beside arguments and results
+(bars: 0.5, and 0.5 beyond the f32 gradient of a trained head). What fails is named, and the rest is timed all the same.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import functools
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,22 +23,49 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.bench import median_seconds
-from pallas_kernels.linear_cross_entropy import linear_cross_entropy, reference
+from pallas_kernels.linear_cross_entropy import linear_cross_entropy
 from pallas_kernels.linear_cross_entropy.cases import PEERS
+from pallas_kernels.linear_cross_entropy.mosaic_gpu import Form, Tiles, refuses, statistics_and_gradient
 
-SIZES = {True: ((2048, 2048), (512, 512), (512, 1024), (256, 1024)), False: ((2048, 2048), (512, 1024), (256, 1024))}
+FORMS = {  # implementation, chunk, group; all logits at once last, as it is the slowest to compile
+    True: (("mosaic_gpu", 512, 512), ("mosaic_gpu", 1024, 1024), ("mosaic_gpu", 2048, 2048), ("xla", 512, 512)),
+    False: (("mosaic_gpu", 512, 1024), ("mosaic_gpu", 256, 1024), ("mosaic_gpu", 512, 512), ("xla", 512, 1024)),
+}
+TILES = (Tiles(), Tiles(lines=32, slots=3), Tiles(lines=16, slots=6), Tiles(lines=28, slots=4, warpgroups=3))
 
 
-def forms(frozen: bool):
-    """Name, loss and form of the log-sum-exp of everything that is timed."""
-    shared: dict[str, Any] = {"frozen_head": frozen, "reduction": "sum"}
-    yield "full logits", functools.partial(PEERS["naive"].call, **shared), reference.one_pass_lse
-    for chunk, group in SIZES[frozen]:
-        loss = functools.partial(linear_cross_entropy, **shared, chunk_tokens=chunk, group_tokens=group)
-        yield f"chunk {chunk} group {group}", loss, reference.one_pass_lse
-    chunk, group = SIZES[frozen][0]
-    loss = functools.partial(linear_cross_entropy, **shared, chunk_tokens=chunk, group_tokens=group)
-    yield f"chunk {chunk} group {group} two-pass", loss, functools.partial(jax.nn.logsumexp, axis=-1)
+def attempt(name: str, measure: Callable[[], str]) -> None:
+    """Prints what a measurement says, or why it failed."""
+    try:
+        print(f"{name:<40} {measure()}", flush=True)
+    except Exception as failure:  # the others are to be seen too
+        print(f"{name:<40} {type(failure).__name__}: {str(failure)[:300]}", flush=True)
+
+
+def kernel_alone(rows: int, vocabulary: int, tiles: Tiles) -> str:
+    """Time and rate of both passes over so many rows."""
+    products = jax.random.normal(jax.random.key(0), (rows, vocabulary), jnp.float32)
+    labels, factor = jnp.arange(rows, dtype=jnp.int32), jnp.ones(rows, jnp.float32)
+    room = jnp.zeros((1, rows, vocabulary), jnp.bfloat16)
+    both = functools.partial(statistics_and_gradient, index=0, form=Form(), tiles=tiles)
+    program = jax.jit(both, donate_argnums=3).lower(products, labels, factor, room).compile()
+
+    def step(products: Any, labels: Any, factor: Any) -> Any:  # the room goes round, so that nothing copies it
+        nonlocal room
+        told, room = program(products, labels, factor, room)
+        return told, room[0, 0, 0]
+
+    seconds = median_seconds(step, products, labels, factor)
+    return f"{1e6 * seconds:8.1f} us  {6 * rows * vocabulary / seconds / 1e9:6.0f} GB/s"
+
+
+def whole_loss(loss: Callable[..., jax.Array], frozen: bool, arrays: tuple[jax.Array, ...]) -> str:
+    """Time, memory and value of the loss with its gradients."""
+    program = jax.jit(jax.value_and_grad(loss, 0 if frozen else (0, 1))).lower(*arrays).compile()
+    seconds = median_seconds(program, *arrays)
+    memory: Any = program.memory_analysis()
+    value = float(program(*arrays)[0]) / arrays[2].size
+    return f"{1e3 * seconds:7.2f} ms  {memory.temp_size_in_bytes / 2**30:6.3f} GiB  loss {value:.7f}"
 
 
 def main() -> None:
@@ -52,31 +80,25 @@ def main() -> None:
     width, vocabulary = options.width, options.vocabulary
     if options.tiny:
         rows, length, width, vocabulary = 2, 16, 8, 33
+    print(jax.devices()[0].device_kind, "jax", jax.__version__, (rows, length, width, vocabulary), flush=True)
+    if refuses(vocabulary, jnp.bfloat16, Form()) is None:
+        for tiles in TILES:
+            named = f"{tiles.lines} lines x {tiles.slots} slots x {tiles.warpgroups}"
+            attempt(f"kernel, 512 rows, {named}", functools.partial(kernel_alone, 512, vocabulary, tiles))
+        attempt("kernel, 2048 rows", functools.partial(kernel_alone, 2048, vocabulary, TILES[0]))
     keys = jax.random.split(jax.random.key(0), 3)
     x = jax.random.normal(keys[0], (rows, length, width), jnp.bfloat16)
     head = jax.random.normal(keys[1], (vocabulary, width), jnp.bfloat16) * width**-0.5
     labels = jax.random.randint(keys[2], (rows, length), 0, vocabulary)
-    print(jax.devices()[0].device_kind, "jax", jax.__version__, (rows, length, width, vocabulary), flush=True)
     for frozen in (True, False):
-        first, name = None, ""
-        for name, loss, lse in forms(frozen):
-            reference.one_pass_lse = lse  # a script's own process, for one comparison
-            step = jax.jit(jax.value_and_grad(loss, 0 if frozen else (0, 1)))
-            try:
-                program = step.lower(x, head, labels).compile()
-                seconds = median_seconds(program, x, head, labels)
-            except Exception as failure:  # the other forms are to be seen too
-                print(f"frozen {frozen} {name}: {type(failure).__name__}: {str(failure)[:500]}", flush=True)
-                continue
-            first = first or seconds
-            memory: Any = program.memory_analysis()
-            extra = memory.temp_size_in_bytes / 2**30
-            value = float(program(x, head, labels)[0]) / labels.size
-            print(
-                f"frozen {frozen!s:<5} {name:<36} {1e3 * seconds:7.2f} ms  {seconds / first:5.3f}  {extra:6.3f} GiB  "
-                f"loss {value:.7f}",
-                flush=True,
-            )
+        shared: dict[str, Any] = {"frozen_head": frozen, "reduction": "sum"}
+        kind = "frozen" if frozen else "trained"
+        for name, chunk, group in FORMS[frozen]:
+            sizes: dict[str, Any] = {"chunk_tokens": chunk, "group_tokens": group, "implementation": name}
+            loss = functools.partial(linear_cross_entropy, **shared, **sizes)
+            attempt(f"{kind} {name} {chunk} {group}", functools.partial(whole_loss, loss, frozen, (x, head, labels)))
+        full = functools.partial(PEERS["naive"].call, **shared)
+        attempt(f"{kind} all logits", functools.partial(whole_loss, full, frozen, (x, head, labels)))
 
 
 if __name__ == "__main__":

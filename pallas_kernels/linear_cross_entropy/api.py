@@ -10,10 +10,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import Implementation, _dispatch
 from pallas_kernels._int8 import Int8Weight, unpack_int8
-from pallas_kernels.linear_cross_entropy import checks, reference
+from pallas_kernels.linear_cross_entropy import checks, mosaic_gpu, mosaic_gpu_passes, reference
 from pallas_kernels.nf4_linear import NF4Weight, dense
 
-_REFUSALS: _dispatch.Refusals = {"xla": None}
+_PASSES = {"mosaic_gpu": mosaic_gpu_passes.PASSES, "xla": reference.PASSES}
 
 
 class TokenMetrics(NamedTuple):
@@ -80,7 +80,8 @@ def linear_cross_entropy(
         label_smoothing: share of the target that is spread over the whole vocabulary.
         z_loss: weight of the squared log-sum-exp.
         metrics: whether to return TokenMetrics too, at the price of two more passes over the logits.
-        implementation: "xla", or None for the fastest that accepts the arguments on this device.
+        implementation: "mosaic_gpu" for passes over the logits by one Hopper kernel, "xla", or None for the fastest
+            that accepts the arguments on this device.
 
     Returns:
         The f32 loss, in nats: one for each token, or their sum; with `metrics` a pair of it and the TokenMetrics.
@@ -88,16 +89,18 @@ def linear_cross_entropy(
     Raises:
         ValueError: shapes or dtypes do not fit together, a concrete label is out of range, a number is out of its
             range, or a packed head is not declared frozen.
-        NotImplementedError: the named implementation does not exist for this operation.
+        NotImplementedError: the named implementation refuses these arguments or does not exist for this operation.
     """
     checks.arrays(x, head, labels, bias, weights)
     checks.packed(head, frozen_head)
     checks.numbers(chunk_tokens, group_tokens, softcap, label_smoothing, z_loss, reduction)
     checks.known_labels(labels, head.shape[0], ignore_index)
-    _dispatch.choose("linear_cross_entropy", implementation, _REFUSALS)
+    form = mosaic_gpu.Form(float(scale), softcap, label_smoothing, z_loss)
+    refusals = _refusals(head.shape[0], x.dtype, form, metrics=metrics, bias=bias is not None)
+    chosen = _dispatch.choose("linear_cross_entropy", implementation, refusals)
     group_tokens = chunk_tokens * (1 if frozen_head else 2) if group_tokens is None else group_tokens
     how = reference.Settings(
-        chunk_tokens, group_tokens, ignore_index, float(scale), softcap, label_smoothing, z_loss, metrics
+        chunk_tokens, group_tokens, ignore_index, float(scale), softcap, label_smoothing, z_loss, metrics, chosen
     )
     if weights is not None:
         weights = jax.lax.stop_gradient(weights.astype(jnp.float32))
@@ -139,9 +142,13 @@ def logprob(
     return -linear_cross_entropy(x, head, labels, **options)
 
 
-def explain() -> str:
-    """Say which implementation runs."""
-    return _dispatch.explain("linear_cross_entropy", _REFUSALS)
+def explain(vocabulary: int = 128256) -> str:
+    """Say which implementation runs for bf16 hidden states and so many logits a token, and why."""
+    return _dispatch.explain("linear_cross_entropy", _refusals(vocabulary, jnp.bfloat16, mosaic_gpu.Form()))
+
+
+def _refusals(vocabulary: int, dtype: Any, form: mosaic_gpu.Form, **more: bool) -> _dispatch.Refusals:
+    return {"mosaic_gpu": mosaic_gpu.refuses(vocabulary, dtype, form, **more), "xla": None}
 
 
 _Head = tuple[Any, Array | None]
@@ -170,7 +177,7 @@ def _head_gradient(head: _Head, grads: reference.Gradients, factor: Array | floa
 
 
 def _forward(how: reference.Settings, x: Array, head: _Head, labels: Array) -> tuple[Array, TokenMetrics | None]:
-    outcome = reference.forward(x, _dense(x, head), labels, how)
+    outcome = reference.forward(x, _dense(x, head), labels, how, _PASSES[how.implementation])
     return outcome.loss, _metrics(outcome)
 
 
@@ -178,7 +185,9 @@ _frozen = partial(jax.custom_vjp, nondiff_argnums=(0,))(_forward)
 
 
 def _frozen_fwd(how: reference.Settings, x: Array, head: _Head, labels: Array):
-    outcome, grads = reference.forward_and_gradients(x, _dense(x, head), labels, None, how, trained=False)
+    outcome, grads = reference.forward_and_gradients(
+        x, _dense(x, head), labels, None, how, _PASSES[how.implementation], trained=False
+    )
     return (outcome.loss, _metrics(outcome)), grads.x
 
 
@@ -192,13 +201,13 @@ _trained = partial(jax.custom_vjp, nondiff_argnums=(0,))(_forward)
 
 
 def _trained_fwd(how: reference.Settings, x: Array, head: _Head, labels: Array):
-    outcome = reference.forward(x, _dense(x, head), labels, how)
+    outcome = reference.forward(x, _dense(x, head), labels, how, _PASSES[how.implementation])
     return (outcome.loss, _metrics(outcome)), (x, head, labels, outcome.lse)
 
 
 def _trained_bwd(how: reference.Settings, residuals: tuple, cotangents: tuple[Array, Any]):
     x, head, labels, lse = residuals
-    grads = reference.backward(x, _dense(x, head), labels, lse, cotangents[0], how)
+    grads = reference.backward(x, _dense(x, head), labels, lse, cotangents[0], how, _PASSES[how.implementation])
     return grads.x, _head_gradient(head, grads), None
 
 
@@ -214,7 +223,9 @@ def _summed(
 
 
 def _summed_fwd(how: reference.Settings, trained: bool, x: Array, head: _Head, labels: Array, weights: Array | None):
-    outcome, grads = reference.forward_and_gradients(x, _dense(x, head), labels, weights, how, trained=trained)
+    outcome, grads = reference.forward_and_gradients(
+        x, _dense(x, head), labels, weights, how, _PASSES[how.implementation], trained=trained
+    )
     loss = jnp.sum(outcome.loss if weights is None else outcome.loss * weights)
     return (loss, _metrics(outcome)), (grads, head if trained else None)
 

@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels import Implementation
+
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
@@ -28,6 +30,7 @@ class Settings:
     smoothing: float
     z_loss: float
     metrics: bool
+    implementation: Implementation = "xla"
 
 
 class Outcome(NamedTuple):
@@ -54,13 +57,30 @@ class Gradients(NamedTuple):
     bias: Float[Array, " V"] | None
 
 
-def forward(x: Float[Array, "*B T D"], head: Head, labels: Int[Array, "*B T"], how: Settings) -> Outcome:
+class Passes(NamedTuple):
+    """What is done with a chunk's products x @ head.T (*B, C, V), bias added: an implementation of the loss.
+
+    Attributes:
+        outcome: (products, labels, how) -> Outcome.
+        both: (products, labels, weights, how, room, index) -> the Outcome, and `room` (N, *B, C, V) with the gradient
+            of the sum of weights * losses by the products at `index`, in room's dtype.
+        gradient: (products, lse, labels, weights, how, room, index) -> `room` alone, the log-sum-exp being known.
+    """
+
+    outcome: Callable[..., Outcome]
+    both: Callable[..., tuple[Outcome, Array]]
+    gradient: Callable[..., Array]
+
+
+def forward(
+    x: Float[Array, "*B T D"], head: Head, labels: Int[Array, "*B T"], how: Settings, passes: Passes
+) -> Outcome:
     """Return each token's loss (0 where ignored), log-sum-exp and metrics."""
 
     def group(carry: tuple[None, None], starts: Array, size: int) -> tuple[tuple[None, None], Outcome]:
         def one(carry: tuple[None, None], start: Array) -> tuple[tuple[None, None], Outcome]:
-            logits_BCV = _logits(_cut(x, start, size, axis=-2), head, how)
-            return carry, _outcome(logits_BCV, _cut(labels, start, size), how)
+            products_BCV = _products(_cut(x, start, size, axis=-2), head)
+            return carry, passes.outcome(products_BCV, _cut(labels, start, size), how)
 
         return jax.lax.scan(one, carry, starts)
 
@@ -73,18 +93,17 @@ def forward_and_gradients(
     labels: Int[Array, "*B T"],
     weights: Float[Array, "*B T"] | None,
     how: Settings,
+    passes: Passes,
     *,
     trained: bool,
 ) -> tuple[Outcome, Gradients]:
     """Return what `forward` does and the gradients of the sum of weights * losses, from one pass over the logits."""
 
-    def logits_gradient(x_BCD: Array, labels_BC: Array, weights_BC: Array) -> tuple[Outcome, Array]:
-        logits_BCV = _logits(x_BCD, head, how)
-        outcome = _outcome(logits_BCV, labels_BC, how)
-        return outcome, _dproducts(logits_BCV, outcome.lse, labels_BC, weights_BC, how)
+    def both(room_NBCV: Array, index: Array, x_BCD: Array, labels_BC: Array, weights_BC: Array):
+        return passes.both(_products(x_BCD, head), labels_BC, weights_BC, how, room_NBCV, index)
 
     weights = jnp.ones(labels.shape, jnp.float32) if weights is None else weights
-    grads, outcome = _gradients(logits_gradient, x, head, (labels, weights), how, trained)
+    grads, outcome = _gradients(both, x, head, (labels, weights), how, trained)
     return outcome, grads
 
 
@@ -95,31 +114,32 @@ def backward(
     lse: Float[Array, "*B T"],
     dloss: Float[Array, "*B T"],
     how: Settings,
+    passes: Passes,
 ) -> Gradients:
     """Return all gradients of the sum of dloss * losses, computing each logit again."""
 
-    def logits_gradient(x_BCD: Array, labels_BC: Array, dloss_BC: Array, lse_BC: Array) -> tuple[tuple[()], Array]:
-        return (), _dproducts(_logits(x_BCD, head, how), lse_BC, labels_BC, dloss_BC, how)
+    def gradient(room_NBCV: Array, index: Array, x_BCD: Array, labels_BC: Array, dloss_BC: Array, lse_BC: Array):
+        return (), passes.gradient(_products(x_BCD, head), lse_BC, labels_BC, dloss_BC, how, room_NBCV, index)
 
-    return _gradients(logits_gradient, x, head, (labels, dloss, lse), how, trained=True)[0]
+    return _gradients(gradient, x, head, (labels, dloss, lse), how, trained=True)[0]
 
 
 def _gradients[Kept](
-    logits_gradient: Callable[..., tuple[Kept, Array]],
+    chunk: Callable[..., tuple[Kept, Array]],
     x: Array,
     head: Head,
     tokens: tuple[Array, ...],
     how: Settings,
     trained: bool,
 ) -> tuple[Gradients, Kept]:
-    """Sum the gradients over groups of chunks; logits_gradient(x, *tokens) of a chunk gives d(products) in f32."""
+    """Sum the gradients over groups of chunks; chunk(room, index, x, *tokens) puts one's d(products) into room."""
 
     def group(carry: tuple[Gradients, Array], starts: Array, size: int) -> tuple[tuple[Gradients, Array], Kept]:
         def one(dproducts_NBCV: Array, index_and_start: tuple[Array, Array]) -> tuple[Array, Kept]:
             index, start = index_and_start
             cut = (_cut(array, start, size) for array in tokens)
-            kept, dproducts_BCV = logits_gradient(_cut(x, start, size, axis=-2), *cut)
-            return dproducts_NBCV.at[index].set(dproducts_BCV.astype(x.dtype)), kept
+            kept, dproducts_NBCV = chunk(dproducts_NBCV, index, _cut(x, start, size, axis=-2), *cut)
+            return dproducts_NBCV, kept
 
         grads, dproducts_NBCV = carry
         pieces = starts.shape[0]
@@ -190,32 +210,60 @@ def _cut(array: Array, start: Array, size: int, axis: int = -1) -> Array:
     return jax.lax.dynamic_slice_in_dim(array, start, size, axis=array.ndim + axis)
 
 
-def _logits(x: Float[Array, "*B C D"], head: Head, how: Settings) -> Float[Array, "*B C V"]:
-    logits = jnp.einsum("...d,vd->...v", x, head.weight, preferred_element_type=jnp.float32)
-    if head.bias is not None:
-        logits += head.bias.astype(jnp.float32)
-    logits *= how.scale
+def _products(x: Float[Array, "*B C D"], head: Head) -> Float[Array, "*B C V"]:
+    products = jnp.einsum("...d,vd->...v", x, head.weight, preferred_element_type=jnp.float32)
+    return products if head.bias is None else products + head.bias.astype(jnp.float32)
+
+
+def bounded(products: Array, how: Settings) -> Array:
+    """Logits of products."""
+    logits = products * how.scale
     return logits if how.softcap is None else how.softcap * jnp.tanh(logits / how.softcap)
 
 
-def _outcome(logits: Float[Array, "*B C V"], labels: Int[Array, "*B C"], how: Settings) -> Outcome:
-    vocabulary = logits.shape[-1]
-    lse = _lse(logits)
-    inside = (labels >= 0) & (labels < vocabulary)
-    index = jnp.where(inside, labels, 0)[..., None]
-    label_logit = jnp.take_along_axis(logits, index, axis=-1, mode="promise_in_bounds")[..., 0]
+def loss_of(lse: Array, label_logit: Array, mean: Array | None, labels: Array, vocabulary: int, how: Settings) -> Array:
+    """Each token's loss from its log-sum-exp, its label's logit and, with smoothing, the mean of its logits."""
     loss = lse - label_logit
-    if how.smoothing:
-        loss += how.smoothing * (label_logit - jnp.mean(logits, axis=-1))
+    if mean is not None:
+        loss += how.smoothing * (label_logit - mean)
     if how.z_loss:
         loss += how.z_loss * lse * lse
+    inside = (labels >= 0) & (labels < vocabulary)
     loss = jnp.where(inside, loss, jnp.nan)  # a label outside the vocabulary must not pass unseen
-    loss = jnp.where(labels == how.ignored, 0, loss)
+    return jnp.where(labels == how.ignored, 0, loss)
+
+
+def factor_of(weights: Array, labels: Array, how: Settings) -> Array:
+    """What the gradient by the products has as a factor, 0 where ignored."""
+    return jnp.where(labels == how.ignored, 0, how.scale * weights)
+
+
+def _outcome(products: Float[Array, "*B C V"], labels: Int[Array, "*B C"], how: Settings) -> Outcome:
+    logits, vocabulary = bounded(products, how), products.shape[-1]
+    lse = _lse(logits)
+    index = jnp.where((labels >= 0) & (labels < vocabulary), labels, 0)[..., None]
+    label_logit = jnp.take_along_axis(logits, index, axis=-1, mode="promise_in_bounds")[..., 0]
+    mean = jnp.mean(logits, axis=-1) if how.smoothing else None
+    loss = loss_of(lse, label_logit, mean, labels, vocabulary, how)
     if not how.metrics:
         return Outcome(loss, lse, None, None)
     probs = jnp.exp(logits - lse[..., None])
     entropy = lse - jnp.sum(jnp.where(probs > 0, probs * logits, 0), axis=-1)
     return Outcome(loss, lse, jnp.argmax(logits, axis=-1) == labels, entropy)
+
+
+def _both(products: Array, labels: Array, weights: Array, how: Settings, room: Array, index: Array):
+    outcome = _outcome(products, labels, how)
+    return outcome, _gradient(products, outcome.lse, labels, weights, how, room, index)
+
+
+def _gradient(
+    products: Array, lse: Array, labels: Array, weights: Array, how: Settings, room: Array, index: Array
+) -> Array:
+    return room.at[index].set(_dproducts(bounded(products, how), lse, labels, weights, how).astype(room.dtype))
+
+
+PASSES = Passes(_outcome, _both, _gradient)
 
 
 def _lse(logits: Float[Array, "*B C V"]) -> Float[Array, "*B C"]:
@@ -250,7 +298,7 @@ def _dproducts(
     weights * ((1 + 2 * z_loss * lse) * softmax(logits) - (1 - smoothing) * onehot(labels) - smoothing / V) * slope,
     where slope = scale * (1 - (logits / softcap)**2) is the logits' own by the products.
     """
-    factor = jnp.where(labels == how.ignored, 0, how.scale * weights)[..., None]
+    factor = factor_of(weights, labels, how)[..., None]
     probs = jnp.exp(logits - lse[..., None])
     if how.z_loss:
         probs *= (1 + 2 * how.z_loss * lse)[..., None]
