@@ -62,23 +62,14 @@ def jit_step(
     return jax.jit(step, out_shardings=(shardings, None), **shared)
 
 
-# Percent of the memory there is, above which XLA rematerialises.
-_GPU_OPTIONS = {"xla_gpu_memory_limit_slop_factor": "1000"}
-
-
 def compile_program(jitted: Any, *arguments: Any) -> Program:
-    """Lowers and compiles a jitted function for arguments of these shapes and shardings.
-
-    What is computed again in the backward pass is the plan's to choose: XLA's own rematerialisation, which begins at
-    nine tenths of the device's memory and computes whole kernels again to save little, is left out.
-    """
+    """Lowers and compiles a jitted function for arguments of these shapes and shardings."""
     started = time.perf_counter()
     with _cache_events() as events:
         lowered = jitted.lower(*arguments)
         traced = time.perf_counter() - started
-        options = _GPU_OPTIONS if jax.default_backend() == "gpu" else None
         with kernels_ahead(lowered, _one_device(arguments), _cache_folder()):
-            compiled = lowered.compile(options)
+            compiled = lowered.compile()
     seconds = time.perf_counter() - started
     return Program(compiled, seconds, _HIT in events if events else None, program_peak_gib(compiled), traced)
 
