@@ -63,7 +63,8 @@ def lowered(shape: tuple[int, ...], variant: str) -> tuple:
         out, back = keep.out_info
         out, back = (jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree) for tree in (out, back))
         backward = jax.jit(lambda back, dout: back(dout)).trace(back, out)
-        return keep.lower(lowering_platforms=("cuda",)), backward.lower(lowering_platforms=("cuda",))
+        platforms = None if jax.default_backend() == "gpu" else ("cuda",)
+        return keep.lower(lowering_platforms=platforms), backward.lower(lowering_platforms=platforms)
 
 
 def main() -> None:
@@ -78,6 +79,8 @@ def main() -> None:
     print(f"compiled after {time.monotonic() - begun:.1f} s", flush=True)
     for (shape, variant), (keep, backward) in zip(cases, compiled, strict=True):
         try:
+            for failed in (each for each in (keep, backward) if isinstance(each, BaseException)):
+                raise failed
             batch, tokens, heads, kv_heads, width = SHAPES[shape]
             draws = jax.random.split(jax.random.key(0), 4)
             q, k, v, dout = (

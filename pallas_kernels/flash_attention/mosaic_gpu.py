@@ -24,6 +24,7 @@ WIDTHS = (64, 96, 128, 256)
 FUSED_WIDTHS = (64, 128)  # of the fused backward: others have no tile that fits registers and swizzles
 AHEAD_WIDTHS = (96, 128)  # of the forward that scores a tile ahead: 64 is slower by it, 256 has no registers for it
 MULTIPLE = 128  # every tile size below divides it
+FEW = 16  # queries of a row whose gradients are formed without the rounding of `out`
 
 # Names of what the backward needs, for rematerialisation policies that keep it.
 OUT_NAME, LSE_NAME = "attention", "attention_lse"
@@ -61,11 +62,13 @@ class Form:
         deterministic: whether the backward gives the same bits in every run: two kernels of seven products in all,
             where the fused one has five.
         staged: whether products go through shared memory: slower, but what the CPU interpreter can run.
+        few: how many queries a row has, if they are at most FEW, else 0.
     """
 
     scores: Scores
     deterministic: bool = False
     staged: bool = False
+    few: int = 0
 
 
 def forward(
@@ -91,7 +94,8 @@ def forward(
     q, k, v = (_pad(x) for x in (q, k, v))
     lo, hi = pad_bounds(lo, hi, q.shape[1], keys)
     sinks = None if sinks is None else sinks.astype(jnp.float32)
-    form = Form(Scores(scale, softcap, staged), deterministic or q.shape[-1] not in FUSED_WIDTHS, staged)
+    few = tokens if tokens <= FEW else 0
+    form = Form(Scores(scale, softcap, staged), deterministic or q.shape[-1] not in FUSED_WIDTHS, staged, few)
     out, lse = _attend(q, k, v, lo, hi, sinks, form)
     lse = jnp.where(jnp.isposinf(lse), -jnp.inf, lse / LOG2E)
     return out[:, :tokens], lse[..., :tokens]
@@ -122,14 +126,39 @@ def _attend_fwd(q, k, v, lo, hi, sinks, form: Form):
 def _attend_bwd(form: Form, residuals, cotangents):
     q, k, v, lo, hi, sinks, out, lse = residuals
     dout, dlse = cotangents
+    if form.few:
+        delta = _delta_of_few(form, q, k, v, lo, hi, lse, dout)
+    else:
+        delta = jnp.einsum("BTNH,BTNH->BNT", out, dout, preferred_element_type=jnp.float32)
     # The log-sum-exp's gradient by a score is its weight p: it joins what p is multiplied with. (lse is in base 2.)
-    delta = jnp.einsum("BTNH,BTNH->BNT", out, dout, preferred_element_type=jnp.float32) - dlse * LOG2E
+    delta -= dlse * LOG2E
     kernels = functools.partial(_backward, form)
     spec = "BTNH,BSKH,BSKH,BTNH,BNT,BNT,BT,BT->BTNH,BSKH,BSKH"
     dq, dk, dv = split_work(kernels, spec, q, k, v, dout, lse, delta, lo, hi)
     # A sink is a key whose value is 0: its weight p gives the gradient p * (0 - delta) of its score.
     dsinks = None if sinks is None else -jnp.sum(jnp.exp2(sinks[:, None] * LOG2E - lse) * delta, axis=(0, 2))
     return dq, dk, dv, None, None, dsinks
+
+
+def _delta_of_few(form: Form, q, k, v, lo, hi, lse, dout):
+    """`sum(out * dout)` of the unpadded queries, as the sum over keys of weights and their gradients.
+
+    Equal but for the rounding of `out`, which averages out over the keys of many queries. Beside a sink a query with
+    one key or a few has gradients that are small differences: by `out` they are twice as far off as dense attention's.
+    """
+    (batch, tokens, heads, width), kv_heads = q.shape, k.shape[2]
+
+    def product(queries, keys):
+        queries = queries[:, : form.few].reshape(batch, form.few, kv_heads, -1, width)
+        one = jnp.einsum("BTKGH,BSKH->BKGTS", queries, keys, preferred_element_type=jnp.float32)
+        return one.reshape(batch, heads, form.few, -1)
+
+    scores = dataclasses.replace(form.scores, staged=True)  # no kernel here
+    lse, lo, hi = lse[:, :, : form.few, None], lo[:, None, : form.few, None], hi[:, None, : form.few, None]
+    weight = jnp.exp2(scores.squash(product(q, k)) * scores.factor - lse)
+    key = jnp.arange(k.shape[1])
+    delta = jnp.sum(jnp.where((key >= lo) & (key <= hi), weight * product(dout, v), 0.0), -1)
+    return jnp.pad(delta, ((0, 0), (0, 0), (0, tokens - form.few)))
 
 
 def _backward(form: Form, *inputs):

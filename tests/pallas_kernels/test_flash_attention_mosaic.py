@@ -86,6 +86,7 @@ class Shape:
 CASES = {
     "grouped heads, 3 tiles of keys": Shape(300, heads=2, kv_heads=1),
     "one token": Shape(1, width=128),
+    "few tokens, more keys, soft-cap, sinks": Shape(5, keys=140, softcap=2.0, sinks=True, heads=4, kv_heads=2),
     "width 128, odd length": Shape(130, width=128),
     "full, more keys than a tile": Shape(100, keys=200, causal=False),
     "width 128, more keys than queries, window": Shape(70, keys=300, width=128, window=150),
