@@ -97,7 +97,7 @@ def _candidates(work: Workload, full: Memory) -> Iterator[tuple[str, Memory]]:
 def units(work: Workload) -> list[tuple[str, ...]]:
     """Names that are worth keeping, those together of which one alone saves nothing.
 
-    Attention's output only where its kernel can go on from it; q and k not where they are normalised, and the residual
+    Attention's output only where its kernel can go on from it; v alone where q and k are normalised, and the residual
     stream's middle not where attention's output is, as a norm's backward pass needs the product itself; gate and up not
     where long rows go through in chunks, which are computed again in any case.
     """
@@ -106,6 +106,8 @@ def units(work: Workload) -> list[tuple[str, ...]]:
         found.append(("attention", "attention_lse"))
     if cfg.qk_norm == "none":
         found.append(("q", "k", "v"))
+    elif not cfg.fused:
+        found.append(("v",))
     if cfg.norms == "pre":
         found.append(("middle",))
     if cfg.sparse_layers or cfg.fused:

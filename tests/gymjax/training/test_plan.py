@@ -64,7 +64,11 @@ def test_names_that_save_nothing_are_left_out(work):
     assert plan.units(on_gpu)[0] == ("attention", "attention_lse")
     normalised = dataclasses.replace(on_gpu, cfg=dataclasses.replace(work.cfg, qk_norm="head"))
     assert ("q", "k", "v") not in plan.units(normalised)
-    assert plan.units(dataclasses.replace(normalised, length=2**15)) == [("attention", "attention_lse"), ("middle",)]
+    assert plan.units(dataclasses.replace(normalised, length=2**15)) == [
+        ("attention", "attention_lse"),
+        ("v",),
+        ("middle",),
+    ]
     fused = dataclasses.replace(work, cfg=dataclasses.replace(work.cfg, fused=True))
     assert plan.units(fused) == [("q", "k", "v"), ("middle",), ("gate", "up")]
     after = dataclasses.replace(work, cfg=dataclasses.replace(work.cfg, norms="sandwich"))
