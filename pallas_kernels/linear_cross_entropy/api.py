@@ -148,7 +148,7 @@ def explain(vocabulary: int = 128256) -> str:
     return _dispatch.explain("linear_cross_entropy", _refusals(vocabulary, jnp.bfloat16, mosaic_gpu.Form()))
 
 
-def _refusals(vocabulary: int, dtype: Any, form: mosaic_gpu.Form, **more: int) -> _dispatch.Refusals:
+def _refusals(vocabulary: int, dtype: Any, form: mosaic_gpu.Form, **more: Any) -> _dispatch.Refusals:
     return {"mosaic_gpu": mosaic_gpu.refuses(vocabulary, dtype, form, **more), "xla": None}
 
 
