@@ -104,7 +104,7 @@ def check_loss(vocabulary: int, frozen: bool, reduction: str) -> tuple[str, bool
         return linear_cross_entropy(x, head, labels, **options).sum()
 
     def dense(x, head):
-        logits = jnp.einsum("btd,vd->btv", x, head, preferred_element_type=jnp.float32)
+        logits = jnp.einsum("btd,vd->btv", x, head).astype(jnp.float32)
         picked = jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.maximum(labels, 0)[..., None], -1)[..., 0]
         return -jnp.where(labels == -100, 0, picked).sum()
 

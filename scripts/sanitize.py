@@ -21,6 +21,7 @@ import numpy as np
 from gymjax.quant.nf4 import quantize
 from pallas_kernels.flash_attention import flash_attention
 from pallas_kernels.grouped_matmul import grouped_matmul
+from pallas_kernels.linear_cross_entropy import linear_cross_entropy
 from pallas_kernels.lora_linear import lora_linear
 from pallas_kernels.nf4_linear import nf4_linear
 from pallas_kernels.rms_norm import rms_norm
@@ -81,7 +82,20 @@ def gate() -> None:
     both_ways(lambda g, u: swiglu(g, u, implementation=KERNELS), normal(64, 4096), normal(64, 4096))
 
 
-ALL = {call.__name__: call for call in (attention, groups, nf4, adapters, norm, gate)}
+def loss() -> None:
+    """The passes over the logits: both, the first alone, the second alone; rows whose rest is whole groups, and not."""
+    labels = jnp.asarray(np.random.default_rng(0).integers(0, 16384, (2, 100)), jnp.int32).at[0, :9].set(-100)
+    for vocabulary in (16384, 17280):
+        for frozen, reduction in ((True, "sum"), (False, "none")):
+            options: Any = {"frozen_head": frozen, "reduction": reduction, "implementation": KERNELS}
+            both_ways(
+                lambda x, w, o=options: linear_cross_entropy(x, w, labels, **o),
+                normal(2, 100, 64),
+                normal(vocabulary, 64),
+            )
+
+
+ALL = {call.__name__: call for call in (attention, groups, nf4, adapters, norm, gate, loss)}
 
 
 def main(names: list[str]) -> int:

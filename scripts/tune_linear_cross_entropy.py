@@ -28,7 +28,13 @@ from pallas_kernels.linear_cross_entropy.cases import PEERS
 from pallas_kernels.linear_cross_entropy.mosaic_gpu import Form, Tiles, refuses, statistics_and_gradient
 
 FORMS = {  # implementation, chunk, group; all logits at once last, as it is the slowest to compile
-    True: (("mosaic_gpu", 512, 512), ("mosaic_gpu", 1024, 1024), ("mosaic_gpu", 2048, 2048), ("xla", 512, 512)),
+    True: (
+        ("mosaic_gpu", 512, 512),
+        ("mosaic_gpu", 640, 640),
+        ("mosaic_gpu", 1024, 1024),
+        ("mosaic_gpu", 2048, 2048),
+        ("xla", 512, 512),
+    ),
     False: (("mosaic_gpu", 512, 1024), ("mosaic_gpu", 256, 1024), ("mosaic_gpu", 512, 512), ("xla", 512, 1024)),
 }
 TILES = (Tiles(), Tiles(lines=32, slots=3), Tiles(lines=16, slots=6), Tiles(lines=28, slots=4, warpgroups=3))

@@ -95,10 +95,11 @@ def linear_cross_entropy(
     checks.packed(head, frozen_head)
     checks.numbers(chunk_tokens, group_tokens, softcap, label_smoothing, z_loss, reduction)
     checks.known_labels(labels, head.shape[0], ignore_index)
-    form = mosaic_gpu.Form(float(scale), softcap, label_smoothing, z_loss)
-    refusals = _refusals(head.shape[0], x.dtype, form, metrics=metrics, bias=bias is not None)
-    chosen = _dispatch.choose("linear_cross_entropy", implementation, refusals)
     group_tokens = chunk_tokens * (1 if frozen_head else 2) if group_tokens is None else group_tokens
+    form = mosaic_gpu.Form(float(scale), softcap, label_smoothing, z_loss)
+    rows = min(labels.size, max(chunk_tokens, group_tokens) + labels.size // max(1, labels.shape[-1]))  # at most
+    refusals = _refusals(head.shape[0], x.dtype, form, rows=rows, metrics=metrics, bias=bias is not None)
+    chosen = _dispatch.choose("linear_cross_entropy", implementation, refusals)
     how = reference.Settings(
         chunk_tokens, group_tokens, ignore_index, float(scale), softcap, label_smoothing, z_loss, metrics, chosen
     )
@@ -147,7 +148,7 @@ def explain(vocabulary: int = 128256) -> str:
     return _dispatch.explain("linear_cross_entropy", _refusals(vocabulary, jnp.bfloat16, mosaic_gpu.Form()))
 
 
-def _refusals(vocabulary: int, dtype: Any, form: mosaic_gpu.Form, **more: bool) -> _dispatch.Refusals:
+def _refusals(vocabulary: int, dtype: Any, form: mosaic_gpu.Form, **more: Any) -> _dispatch.Refusals:
     return {"mosaic_gpu": mosaic_gpu.refuses(vocabulary, dtype, form, **more), "xla": None}
 
 

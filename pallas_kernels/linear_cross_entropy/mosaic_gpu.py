@@ -18,6 +18,7 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_batching import sequential_vmap
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import _platform
@@ -92,12 +93,18 @@ def refuses_rows(vocabulary: int, dtype: Any, form: Form) -> str | None:
     return None
 
 
-def refuses(vocabulary: int, dtype: Any, form: Form, *, metrics: bool = False, bias: bool = False) -> str | None:
-    """Return why the kernel cannot take such a call on the default device, or None."""
+def refuses(
+    vocabulary: int, dtype: Any, form: Form, *, rows: int = 0, metrics: bool = False, bias: bool = False
+) -> str | None:
+    """Return why the kernel cannot take such a call, with at most so many rows at once, here, or None."""
     if metrics:
         return "it has neither accuracy nor entropy"
     if bias:
         return "it adds no bias, which XLA does on its way"
+    if rows * vocabulary >= 2**31:
+        return (
+            f"a group must have fewer than 2**31 logits, and has up to {rows} rows of {vocabulary}; pass group_tokens"
+        )
     return refuses_rows(vocabulary, dtype, form) or _platform.why_not_hopper(one_device=True)
 
 
@@ -315,8 +322,12 @@ def _run(products, labels, factor, lse, room, index, form: Form, tiles: Tiles) -
         plgpu.Barrier(num_arrivals=tiles.warpgroups),
     )
     shape: dict[str, Any] = {"grid": {"blocks": blocks}, "warpgroups": tiles.warpgroups}
-    written = launch_in_place(kernel, scratch, *args.values(), out=tuple(out.values()), auto_barriers=False, **shape)
-    found = dict(zip(out, written, strict=True))
+
+    @sequential_vmap
+    def run(args: tuple[Array, ...], out: tuple[Array, ...]) -> tuple[Array, ...]:
+        return tuple(launch_in_place(kernel, scratch, *args, out=out, auto_barriers=False, **shape))
+
+    found = dict(zip(out, run(tuple(args.values()), tuple(out.values())), strict=True))
     return found.get("statistics"), found["room"].reshape(room.shape) if second else None
 
 
