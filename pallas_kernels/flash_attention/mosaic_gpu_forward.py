@@ -1,6 +1,8 @@
 """The forward kernel for Hopper: items and their softmax as in mosaic_gpu_items, a tile's scores and values in turn.
 
-One warpgroup adds its weighted values once the other has left word that its next scores are begun.
+One warpgroup adds its weighted values once the other has left word that its next scores are begun. The word that the
+second needs for an item's last values comes with the first's scores of the next item, or, where that item's queries
+have no slot before both have finished this one (items=1), at the first's end of this one.
 """
 
 import jax.experimental.pallas as pl
@@ -33,7 +35,7 @@ def forward_tiles(q, k, v, lo, hi, sinks=None, *, scores: Scores, tiles: Forward
     """
     call, width = Forward.of(q, k, lo, scores, tiles), q.shape[-1]
     block_q, block_kv, stages = tiles.block_q, tiles.block_kv, tiles.stages
-    ranges = key_tiles(lo, hi, call.rows, block_kv)
+    ranges, one_slot = key_tiles(lo, hi, call.rows, block_kv), tiles.items == 1
 
     def kernel(refs, scratch):
         q_ref, k_ref, v_ref, lo_ref, hi_ref, ranges_ref, work_ref, *sinks_ref, out_ref, lse_ref = refs
@@ -52,12 +54,21 @@ def forward_tiles(q, k, v, lo, hi, sinks=None, *, scores: Scores, tiles: Forward
         def await_word():
             plgpu.barrier_wait(turn.at[warpgroup])
 
+        def begin_turns():
+            """The first multiplies first."""
+            pl.when(warpgroup == 1)(await_word)
+
+        def end_turns():
+            """The second has no one to wait for."""
+            pl.when(warpgroup == 0)(leave_word)
+
         @pl.when(warpgroup < WARPGROUPS)
         def _compute():
             plgpu.set_max_registers(232, action="increase")
             of_row = plgpu.Layout.WGMMA.reduce(1)
             rows_of_mine = pl.ds(warpgroup * block_q, block_q)
-            pl.when(warpgroup == 1)(await_word)
+            if not one_slot:
+                begin_turns()
 
             def attend(n, visited):
                 row, head, first, q_slot, span = item(n)
@@ -67,6 +78,8 @@ def forward_tiles(q, k, v, lo, hi, sinks=None, *, scores: Scores, tiles: Forward
                 lo_q = plgpu.load(lo_smem.at[q_slot, rows_of_mine], layout=of_row)
                 hi_q = plgpu.load(hi_smem.at[q_slot, rows_of_mine], layout=of_row)
                 top, total = call.start(sinks_ref, head)
+                if one_slot:
+                    begin_turns()
 
                 def step(index, carry, masked: bool):
                     slot = lax.rem(visited + index - begin, jnp.int32(stages))
@@ -89,13 +102,16 @@ def forward_tiles(q, k, v, lo, hi, sinks=None, *, scores: Scores, tiles: Forward
                     return acc, *carry[1:]
 
                 carry = visit(span, step, (filled((block_q, width), 0.0), top, total))
+                if one_slot:
+                    end_turns()
                 at = pl.ds(first + warpgroup * block_q, block_q)
                 call.finish(carry, my_q, my_lse, out_ref.at[row, at, head], lse_ref.at[row, head, at])
                 plgpu.barrier_arrive(q_free.at[q_slot])
                 return visited + visits
 
             lax.fori_loop(0, mine, attend, jnp.int32(0))
-            pl.when(warpgroup == 0)(leave_word)
+            if not one_slot:
+                end_turns()
             plgpu.wait_smem_to_gmem(0)
 
         @pl.when(warpgroup == WARPGROUPS)

@@ -94,7 +94,7 @@ CASES = {
     "width 128, documents and padding": Shape(256, width=128, documents=(100, 3, 120), heads=2, kv_heads=1),
     "documents and window": Shape(150, documents=(70, 60), window=20),
     "width 96": Shape(130, width=96, documents=(70, 50), heads=2, kv_heads=1),
-    "width 256, two tiles": Shape(130, width=256),
+    "width 256, three items a block": Shape(130, width=256, heads=3, kv_heads=1),
     "soft-cap, documents": Shape(140, softcap=2.0, documents=(70, 60), heads=2, kv_heads=1),
     "width 128, soft-cap and sinks": Shape(
         140, width=128, softcap=2.0, sinks=True, heads=2, kv_heads=1, dtype=jnp.float16
