@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,6 +36,10 @@ class Kernel(NamedTuple):
     runs: float
     name: str
     source: str
+
+    def line(self) -> str:
+        """Of the printed table."""
+        return f"{self.milliseconds:8.2f} {self.runs:6.0f}  {self.name[:60]:<60} {self.source[-110:]}"
 
 
 def sources(text: str) -> dict[str, str]:
@@ -60,6 +65,19 @@ def kernels(profile: ProfileData, names: dict[str, str], steps: int) -> list[Ker
     return sorted(found, reverse=True)
 
 
+def profiled(step: Callable[[], Any], compiled: Any, steps: int) -> tuple[list[Kernel], float]:
+    """Kernels of a step of the compiled program, and its seconds, after two steps to warm up."""
+    for _ in range(2):
+        jax.block_until_ready(step())
+    with tempfile.TemporaryDirectory() as folder:
+        started = time.perf_counter()
+        with jax.profiler.trace(folder):
+            jax.block_until_ready([step() for _ in range(steps)][-1])
+            seconds = time.perf_counter() - started
+        profile = ProfileData.from_file(str(next(Path(folder).rglob("*.xplane.pb"))))
+    return kernels(profile, sources(compiled.as_text()), steps), seconds / steps
+
+
 def main() -> None:
     """Runs a few steps under the profiler and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -70,23 +88,17 @@ def main() -> None:
     parser.add_argument("--top", type=int, default=60)
     options = parser.parse_args()
     program, _, state, frozen, batch = compile_step(setting_of(options, options.batch, options.remat))
-    for _ in range(2):
-        state, metrics = program.call(state, frozen, batch)
-    jax.block_until_ready(metrics)
-    with tempfile.TemporaryDirectory() as folder:
-        started = time.perf_counter()
-        with jax.profiler.trace(folder):
-            for _ in range(options.steps):
-                state, metrics = program.call(state, frozen, batch)
-            jax.block_until_ready(metrics)
-            seconds = time.perf_counter() - started
-        profile = ProfileData.from_file(str(next(Path(folder).rglob("*.xplane.pb"))))
-    compiled: Any = program.call
-    found = kernels(profile, sources(compiled.as_text()), options.steps)
+    arguments = [state]
+
+    def step() -> Any:
+        arguments[0], metrics = program.call(arguments[0], frozen, batch)
+        return metrics
+
+    found, seconds = profiled(step, program.call, options.steps)
     busy = sum(kernel.milliseconds for kernel in found)
-    print(f"{1e3 * seconds / options.steps:.1f} ms a step, {busy:.1f} ms of kernels")
+    print(f"{1e3 * seconds:.1f} ms a step, {busy:.1f} ms of kernels")
     for kernel in found[: options.top]:
-        print(f"{kernel.milliseconds:8.2f} {kernel.runs:6.0f}  {kernel.name[:60]:<60} {kernel.source[-110:]}")
+        print(kernel.line())
 
 
 if __name__ == "__main__":
