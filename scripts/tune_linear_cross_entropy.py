@@ -1,6 +1,6 @@
 """Times the linear cross-entropy: the Hopper kernel alone, then loss and gradients in several chunks, and their memory.
 
-Usage: python scripts/tune_linear_cross_entropy.py [--batch 4x2048] [--width 4096] [--vocabulary 128256] [--top 8] [--tiny]
+Usage: python scripts/tune_linear_cross_entropy.py [--batch 4x2048] [--width 4096] [--vocabulary 128256] [--top 8]
 
 The kernel alone: microseconds of both passes over a chunk's logits, and GB/s of what it must move, 4 bytes read and 2
 written a logit. The loss, with a frozen and with a trained head: milliseconds of loss and gradients, the ratio to the
