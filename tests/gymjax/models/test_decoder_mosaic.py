@@ -16,8 +16,8 @@ def test_packed_rows_give_the_same_gradients(make_model, monkeypatch, capfd):
     graphdef, state = nnx.split(make_model(dtype=jnp.bfloat16, **shape))
     state = jax.tree.map(lambda leaf: leaf * 0.3, state)  # tamer logits: softmax weights near 0 or 1 show nothing
     wide_graphdef = nnx.graphdef(make_model(dtype=jnp.float32, **shape))
-    tokens = jax.random.randint(jax.random.key(1), (1, 100), 0, 272)
-    segments = jnp.asarray(np.repeat([1, 2, 0], [40, 50, 10]), jnp.int32)[None]
+    tokens = jax.random.randint(jax.random.key(1), (3, 100), 0, 272)  # of one row, chance makes the ratio 0.9 to 1.5
+    segments = jnp.tile(jnp.asarray(np.repeat([1, 2, 0], [40, 50, 10]), jnp.int32), (3, 1))
 
     def gradients(graphdef, state, attention):
         def loss(state):
