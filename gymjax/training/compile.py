@@ -58,8 +58,8 @@ def jit_step(
         state: arrays, or shapes with shardings.
     """
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
-    step, shared = make_step(graphdef, optimizer, settings), {"donate_argnums": 0, "compiler_options": COMPILER_OPTIONS}
-    return jax.jit(step, out_shardings=(shardings, None), **shared)
+    step = make_step(graphdef, optimizer, settings)
+    return jax.jit(step, donate_argnums=0, out_shardings=(shardings, None), compiler_options=COMPILER_OPTIONS)
 
 
 def compile_program(jitted: Any, *arguments: Any) -> Program:

@@ -138,6 +138,10 @@ class _Kept(NamedTuple):
     rrms: Array
     frozen: tuple[()] | None
 
+    @classmethod
+    def of(cls, x: Array, scale: CustomVJPPrimal, rrms: Array) -> "_Kept":
+        return cls(x, scale.value, rrms, None if scale.perturbed else ())
+
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _rms_norm(plan: _Plan, x: Array, scale: Array) -> Array:
@@ -146,7 +150,7 @@ def _rms_norm(plan: _Plan, x: Array, scale: Array) -> Array:
 
 def _rms_norm_fwd(plan: _Plan, x: CustomVJPPrimal, scale: CustomVJPPrimal) -> tuple[Array, _Kept]:
     y, rrms = _FORWARD[plan.chosen](x.value, scale.value, plan.eps, plan.room)
-    return y, _Kept(x.value, scale.value, rrms, None if scale.perturbed else ())
+    return y, _Kept.of(x.value, scale, rrms)
 
 
 def _rms_norm_bwd(
@@ -189,7 +193,7 @@ def _add_fwd(
     plan: _Plan, x: CustomVJPPrimal, added: CustomVJPPrimal, scale: CustomVJPPrimal
 ) -> tuple[tuple[Array, Array], _Kept]:
     total, y, rrms = _ADDED[plan.chosen](x.value, added.value, scale.value, plan.eps, plan.room)
-    return (total, y), _Kept(total, scale.value, rrms, None if scale.perturbed else ())
+    return (total, y), _Kept.of(total, scale, rrms)
 
 
 def _add_bwd(plan: _Plan, kept: _Kept, cotangents: tuple) -> tuple[Array, Array, Array | None]:
