@@ -4,7 +4,8 @@ Usage: python scripts/bench_peers.py OP [CASE ...] [--out FILE]    (cases: palla
 
 Lines go to scripts/results/OP.jsonl. Peers that are not installed, or that do not do a case, are named on the error
 stream. Each implementation or peer is a process of its own with all cases: they start and compile side by side, then
-take turns at the GPU, and one that hangs is stopped. `copy` is the rate at which this run reads and writes 1 GiB, the
+take turns at the GPU, and one that hangs is stopped. Several of these programs at a time take turns too if they are
+given the same folder, --turns. `copy` is the rate at which this run reads and writes 1 GiB, the
 roof of operations that move more than they compute.
 """
 
@@ -177,7 +178,7 @@ def main() -> None:
         "--tiny", action="store_true", help="the tests' cases, to try this program itself on any device"
     )
     parser.add_argument("--seconds", type=float, default=600, help="for everything; what has not ended then is stopped")
-    parser.add_argument("--turns", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--turns", type=Path, help="the folder in which the processes arrange their turns")
     parser.add_argument("--system", help=argparse.SUPPRESS)
     parser.add_argument("--torch", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -199,7 +200,9 @@ def main() -> None:
         time_system(options.op, cases, module, options.system, Turns(options.turns))
         return
     end = time.monotonic() + options.seconds
-    with tempfile.TemporaryDirectory() as turns, ThreadPoolExecutor(16) as pool:
+    with tempfile.TemporaryDirectory() as own_turns, ThreadPoolExecutor(16) as pool:
+        turns = str(options.turns or own_turns)
+        Path(turns).mkdir(parents=True, exist_ok=True)
 
         def run(of: list, *more: str):
             own = [options.op, *(case.name for case in of), "--turns", turns, *["--tiny"] * options.tiny, *more]

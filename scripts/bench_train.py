@@ -31,6 +31,7 @@ from step_shapes import SHAPES, Setting, add_options, decoder_cfg, planned_step,
 
 from pallas_kernels.bench import commit  # noqa: E402  (after the path)
 
+WARM_UP, LONG = 3, 20.0  # steps before those that are timed; seconds of a first step that is timed itself, alone
 METRICS = {"tok_s": True, "peak_gib": False}  # whether more is better
 
 
@@ -74,18 +75,14 @@ def time_step(setting: Setting, steps: int) -> dict:
 
     program, plan, state, frozen, batch = compile_step(setting)
     live, memory = sum(array.nbytes for array in jax.live_arrays()), [allocator()]
-    state, metrics = program.call(state, frozen, batch)
-    jax.block_until_ready(metrics)
-    memory.append(allocator())
-    for _ in range(2):
-        state, metrics = program.call(state, frozen, batch)
-    jax.block_until_ready(metrics)
     seconds = []
-    for _ in range(steps):
+    while len(seconds) < WARM_UP + steps and not (seconds and seconds[0] > LONG):
         started = time.perf_counter()
         state, metrics = program.call(state, frozen, batch)
         jax.block_until_ready(metrics)
         seconds.append(time.perf_counter() - started)
+        memory.append(allocator())
+    memory, seconds = [*memory[:2], memory[-1]], seconds[WARM_UP:] or seconds
     median = statistics.median(seconds)
     tokens, peak = setting.rows * setting.length, peak_flops()
     frozen = setting.finetune == "lora"
@@ -99,8 +96,8 @@ def time_step(setting: Setting, steps: int) -> dict:
         "plan_gib": plan.memory.peak / GIB,
         "remat": plan.remat,
         "live_gib": live / GIB,
-        "in_use_gib": [each["bytes_in_use"] / GIB for each in [*memory, allocator()]],
-        "peaks_gib": [each["peak_bytes_in_use"] / GIB for each in memory],
+        "in_use_gib": [each["bytes_in_use"] / GIB for each in memory],
+        "peaks_gib": [each["peak_bytes_in_use"] / GIB for each in memory[:2]],
         "compile_s": program.seconds,
         "trace_s": program.traced,
         "mfu": None if peak is None else flops / median / peak,
