@@ -96,6 +96,8 @@ CASES = {
     "width 96": Shape(130, width=96, documents=(70, 50), heads=2, kv_heads=1),
     "width 256, three items a block": Shape(130, width=256, heads=3, kv_heads=1),
     "soft-cap, documents": Shape(140, softcap=2.0, documents=(70, 60), heads=2, kv_heads=1),
+    "width 128, soft-cap": Shape(140, width=128, softcap=2.0, heads=2, kv_heads=1),
+    "a soft-cap beyond what is raised as it is": Shape(70, softcap=60.0),
     "width 128, soft-cap and sinks": Shape(
         140, width=128, softcap=2.0, sinks=True, heads=2, kv_heads=1, dtype=jnp.float16
     ),
