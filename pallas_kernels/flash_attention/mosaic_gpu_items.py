@@ -6,7 +6,8 @@ registers), keeps the running maximum and sum of a base-2 softmax, and accumulat
 tensor cores: while one exponentiates, the other multiplies (FlashAttention-3, arXiv 2407.08608, section 3.1). Capped
 scores need no maximum where the powers of two of all that the cap leaves are ordinary numbers.
 
-There are as many blocks as the GPU runs at a time; each does every `blocks`-th item, longest first, and loads the next
+There are as many blocks as the GPU runs at a time, which take the items in rounds, longest first. Every other round
+goes through the blocks backwards: otherwise the first block would have the longest item of each. A block loads its next
 item's tiles while it finishes this one's.
 """
 
@@ -112,13 +113,18 @@ class Forward:
 
     def of_block(self, block):
         """How many items a block has."""
-        return lax.div(self.items - block + (self.blocks - 1), jnp.int32(self.blocks))
+        whole_rounds = jnp.int32(self.items // self.blocks)
+        return whole_rounds + (self.number(block, whole_rounds) < self.items).astype(jnp.int32)
+
+    def number(self, block, n):
+        """Which item a block does in round n."""
+        return n * self.blocks + jnp.where(lax.rem(n, jnp.int32(2)) == 0, block, self.blocks - 1 - block)
 
     def item(self, ranges_ref, work_ref, block, n) -> Item:
         """The n-th item of a block."""
         _, tokens, heads, _ = self.shape
         q_tiles = tokens // self.rows
-        number = block + n * self.blocks
+        number = self.number(block, n)
         place = work_ref[lax.div(number, jnp.int32(heads))]
         row, q_tile = lax.div(place, jnp.int32(q_tiles)), lax.rem(place, jnp.int32(q_tiles))
         span = tuple(ranges_ref[self.bounds_row(row), q_tile, i] for i in range(4))
