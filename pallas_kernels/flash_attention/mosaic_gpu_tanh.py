@@ -77,7 +77,8 @@ def _by_size(product, scale: float, ways: list[str]):
 
         def within(limit: float, then: Callable[[], list], otherwise: Callable[[], list]) -> list:
             types = [register.type for register in array.registers.flat]
-            choice: Any = scf.IfOp(_any_beyond(squares, (limit / scale) ** 2), types, has_else=True)
+            largest = min((limit / scale) ** 2, 3e38)  # a number of f32
+            choice: Any = scf.IfOp(_any_beyond(squares, largest), types, has_else=True)
             for block, values in ((choice.then_block, otherwise), (choice.else_block, then)):
                 with ir.InsertionPoint(block):
                     scf.yield_(values())
