@@ -79,7 +79,7 @@ def tiles_of(width: int, staged: bool) -> Tiles:
     columns = min(COLUMNS, key=lambda c: -(-width // c) * (c + 64))
     stages = min(MOST_STAGES, SHARED // (2 * DEPTH * (2 * HALF + columns)))
     # few blocks in the interpreter, so that it meets one with several tiles, and few slots, so that it reuses them
-    return Tiles(columns, stages=2, blocks=2, staged=True) if staged else Tiles(columns, stages)
+    return Tiles(columns, stages=3, blocks=2, staged=True) if staged else Tiles(columns, stages)
 
 
 def _row_count(rows: int, multiple: int) -> int:
