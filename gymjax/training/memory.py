@@ -12,6 +12,7 @@ import jax
 from flax import nnx
 from jaxtyping import PyTree
 
+from gymjax.models.remat import scanned
 from gymjax.training.moments import gathered_bytes, layer_bytes, loss_bytes, tied_bytes, update_bytes
 from gymjax.training.step import batch_loss
 from gymjax.training.workload import Workload, abstract_batch, device_bytes
@@ -85,7 +86,7 @@ def kept_bytes(work: Workload, remat: str) -> int:
 
     Weights and the batch, which are there anyway, do not count.
     """
-    settings = dataclasses.replace(work.settings, remat=remat)
+    settings = dataclasses.replace(work.settings, remat=scanned(remat))  # unrolled ones would list their weights
 
     def residuals(params: nnx.State, frozen: nnx.State, batch: dict[str, jax.Array]) -> list[jax.Array]:
         def loss(params: nnx.State) -> jax.Array:

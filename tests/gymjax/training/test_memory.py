@@ -10,8 +10,8 @@ from gymjax.adapters.lora import LoraSpec, attach
 from gymjax.adapters.select import train_all
 from gymjax.config import OptimConfig
 from gymjax.config.sections import KEPT_NAMES
-from gymjax.models.decoder import SAVED_NAMES, SMALL_NAMES
 from gymjax.models.decoder_config import LayerKind, Stack
+from gymjax.models.remat import SAVED_NAMES, SMALL_NAMES
 from gymjax.optim.build import build
 from gymjax.quant import weight_bytes
 from gymjax.training.compile import compile_program, jit_step
