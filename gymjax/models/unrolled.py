@@ -48,15 +48,12 @@ def run_unrolled(body: Body, carry: Any, trained: Any, rest: Any, policy: Callab
 
 @jax.custom_vjp
 def _unstack(x: Array) -> tuple[Array, ...]:
-    """The layers' arrays. Their gradients are written into one, each as soon as it is there."""
+    """The layers' arrays. Their gradients are joined once, not added up as arrays of all layers."""
     return tuple(x[index] for index in range(len(x)))
 
 
 def _unstack_bwd(_: None, parts: tuple[Array, ...]) -> tuple[Array]:
-    stacked = jax.lax.empty((len(parts), *parts[0].shape), parts[0].dtype)
-    for index in reversed(range(len(parts))):
-        stacked = jax.lax.dynamic_update_index_in_dim(stacked, parts[index], index, 0)
-    return (stacked,)
+    return (jnp.stack(parts),)
 
 
 _unstack.defvjp(lambda x: (_unstack(x), None), _unstack_bwd)

@@ -10,14 +10,14 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 
-from gymjax.config.sections import KEPT_NAMES, UNROLLED
+from gymjax.config.sections import KEPT_NAMES, UNROLLED, UNROLLED_NAMES
 from gymjax.models.decoder_config import LayerKind
-from gymjax.models.remat import kept_names
+from gymjax.models.remat import is_unrolled, kept_names
 from gymjax.nn.mlp import CHUNK
 from gymjax.optim.labels import labels
 from gymjax.training.memory import Memory, kept_bytes, predict
 from gymjax.training.metrics import GIB, peak_flops
-from gymjax.training.moments import ffn_elements, layer_bytes
+from gymjax.training.moments import cast_bytes, ffn_elements, layer_bytes
 from gymjax.training.step import StepSettings
 from gymjax.training.workload import Workload, attention_name, device_bytes
 
@@ -87,20 +87,22 @@ def choose(work: Workload, wanted: str, limit: int | None) -> Plan:
 def _candidates(work: Workload, full: Memory) -> Iterator[tuple[str, Memory]]:
     """Every remat that "auto" looks at, with its memory; sizes of names add up, so each unit is measured once."""
     yield "full", full
-    if not unrolls(work):  # unrolled layers that keep all names have less left to do
-        yield "none", predict(work, "none")
+    yield "none", predict(work, "none")
     base = kept_bytes(work, "full")
     sizes = {unit: kept_bytes(work, ",".join(unit)) - base for unit in units(work)}
     for count in range(1, len(sizes) + 1):
         for chosen in itertools.combinations(sizes, count):
-            remat = ",".join(name for unit in chosen for name in unit) + (f",{UNROLLED}" if unrolls(work) else "")
+            remat = ",".join(name for unit in chosen for name in unit)
             kept = full.kept + sum(sizes[unit] for unit in chosen)
             layer = full.layer - layer_bytes(work, "full") + layer_bytes(work, remat)
-            yield remat, dataclasses.replace(full, kept=kept, layer=layer)
+            memory = dataclasses.replace(full, kept=kept, layer=layer)
+            yield remat, memory
+            if unrolls(work):
+                yield f"{remat},{UNROLLED}", dataclasses.replace(memory, casts=cast_bytes(work), unrolled=True)
 
 
 def unrolls(work: Workload) -> bool:
-    """Whether "auto" unrolls the layers that keep something."""
+    """Whether "auto" looks at unrolled layers too."""
     return 0 < work.cfg.sparse_layers <= work.cfg.layers <= UNROLLED_LAYERS
 
 
@@ -130,18 +132,22 @@ def units(work: Workload) -> list[tuple[str, ...]]:
 
 
 def recompute_seconds(work: Workload, remat: str) -> float:
-    """Time of a step that goes into computing again what the forward pass did not keep.
+    """Time of a step that goes into computing again what the forward pass did not keep, products and attention.
 
-    Products and attention and, of layers that are unrolled, passes over memory that names would spare.
+    Of layers that may be unrolled, also what passes over memory take: making again what names would spare, and copying
+    into stacks, which are filled with zeros first, what a scan keeps.
 
     At REACHED of the device's rate, where that is unknown at that of an H200: what counts is the order.
     """
-    if remat == "none":
+    if remat == "none" and not unrolls(work):
         return 0.0
     kept = kept_names(remat)
     spared = {name for unit in units(work) if set(unit) <= kept for name in unit}
     costs = itertools.chain.from_iterable(_products(work, kind).items() for kind in work.cfg.kinds)
     flops = sum(cost for name, cost in costs if name not in spared)
+    if unrolls(work) and not is_unrolled(remat):
+        sizes = itertools.chain.from_iterable(_elements(work, kind).items() for kind in work.cfg.kinds)
+        flops += 3 * BYTE_FLOPS * work.dtype.itemsize * sum(size for name, size in sizes if name in kept)
     return flops * work.tokens * work.accumulation / (REACHED * (peak_flops() or 989e12))
 
 
@@ -150,25 +156,28 @@ def _products(work: Workload, kind: LayerKind) -> dict[str, float]:
 
     Of passes over memory, what products do in that time: q and k are read and written by their norms and rotations.
     """
-    cfg = work.cfg
-    q, k, ffn = cfg.heads * cfg.head_dim, cfg.kv_heads * cfg.head_dim, ffn_elements(cfg, kind)
-    seen = min(work.length / 2, kind.window or work.length)
+    cfg, size = work.cfg, _elements(work, kind)
     names = ("q", "k") if cfg.qk_norm == "none" else ("q_product", "k_product")
     passes = {}
     if unrolls(work):
-        rows = 0 if kind.experts is None else kind.experts.top_k
-        written = {"rows": rows * cfg.width, "hidden": rows and ffn}
-        written |= {} if cfg.qk_norm == "none" else {"q": 4 * q, "k": 4 * k}
-        passes = {name: float(BYTE_FLOPS * work.dtype.itemsize * size) for name, size in written.items()}
+        written = {name: size[name] for name in UNROLLED_NAMES}
+        written |= {} if cfg.qk_norm == "none" else {name: 4 * size[name] for name in ("q", "k")}
+        passes = {name: float(BYTE_FLOPS * work.dtype.itemsize * count) for name, count in written.items()}
+    products = (*names, "v", "gate", "up")
     return passes | {
-        names[0]: 2.0 * cfg.width * q,
-        names[1]: 2.0 * cfg.width * k,
-        "v": 2.0 * cfg.width * k,
-        "attention": 4.0 * q * seen,
-        "middle": 2.0 * cfg.width * q,
-        "gate": 2.0 * cfg.width * ffn,
-        "up": 2.0 * cfg.width * ffn,
+        **{name: 2.0 * cfg.width * size[name] for name in products},
+        "attention": 4.0 * size["q"] * min(work.length / 2, kind.window or work.length),
+        "middle": 2.0 * cfg.width * size["q"],
     }
+
+
+def _elements(work: Workload, kind: LayerKind) -> dict[str, int]:
+    """Elements a token of what a layer may keep, by name."""
+    cfg = work.cfg
+    q, k, ffn = cfg.heads * cfg.head_dim, cfg.kv_heads * cfg.head_dim, ffn_elements(cfg, kind)
+    copies = 0 if kind.experts is None else kind.experts.top_k
+    sizes = {"q": q, "k": k, "v": k, "q_product": q, "k_product": k, "attention": q, "middle": cfg.width}
+    return sizes | {"gate": ffn, "up": ffn, "rows": copies * cfg.width, "hidden": ffn if copies else 0}
 
 
 def host_bytes() -> int:
