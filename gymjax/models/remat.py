@@ -10,9 +10,10 @@ import jax
 from gymjax.config.sections import KEPT_NAMES, UNROLLED, UNROLLED_NAMES
 from gymjax.nn.routing import ROUTING_NAME
 from pallas_kernels.lora_linear import LOW_NAME
+from pallas_kernels.rms_norm import RRMS_NAME
 
 # Kept whatever is recomputed: at most a tenth of a layer's input. A router that ran twice could choose twice.
-SMALL_NAMES = (LOW_NAME, ROUTING_NAME)
+SMALL_NAMES = (LOW_NAME, ROUTING_NAME, RRMS_NAME)
 # Attention's output and log-sum-exp get their names inside the kernels whose backward starts from them: named outside
 # too, the output would be kept twice.
 SAVED_NAMES = (*SMALL_NAMES, *KEPT_NAMES)
