@@ -15,8 +15,10 @@ from gymjax.losses.router import expert_fractions, load_balancing_loss, router_z
 from gymjax.models.decoder_config import LayerKind, Stack
 from gymjax.models.names import linears
 from gymjax.nn.moe import ExpertLinear, MoEConfig
+from gymjax.nn.routing import RouterStats
 from gymjax.quant import nf4
 from gymjax.training.logs import ROUTER_KEYS
+from gymjax.training.router import router_loss
 from gymjax.training.step import StepSettings, batch_loss, init_state, make_step, split_model
 
 MOE = MoEConfig(experts=4, top_k=2, ffn_width=12, renormalize=True)
@@ -105,6 +107,14 @@ def test_padding_is_not_counted(step, whole, random_batch):
     assert 1 <= float(metrics["expert_load_max"]) <= 4 / 2
     assert 0 < float(metrics["expert_entropy"]) <= 1
     assert float(metrics["expert_dropped"]) == 0
+
+
+def test_a_loss_without_a_coefficient_is_not_computed():
+    stats = RouterStats(counts=jnp.ones((2, 4)), probs=jnp.full((2, 4), jnp.nan), z=jnp.full(2, jnp.nan))
+    options = {"stats": stats, "counts_LE": stats.counts, "tokens": jnp.float32(8)}
+    assert router_loss(**options, balance=0.0, z=0.0) == 0
+    assert jnp.isnan(router_loss(**options, balance=1.0, z=0.0))
+    assert jnp.isnan(router_loss(**options, balance=0.0, z=1.0))
 
 
 def test_a_dense_model_has_no_routers(make_model, random_batch):
