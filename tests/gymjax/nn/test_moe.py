@@ -124,7 +124,7 @@ def test_gradients_of_the_chosen_weights(renormalize):
         return jnp.sum(factor * (probs / probs.sum(-1, keepdims=True) if renormalize else probs))
 
     got = jax.grad(lambda logits: jnp.sum(factor * route(logits, 3, renormalize=renormalize)[1]))(logits)
-    np.testing.assert_allclose(got, jax.grad(plain)(logits), atol=2e-7)  # f32
+    np.testing.assert_allclose(got, jax.grad(plain)(logits), atol=1e-6)  # f32; of numbers up to 1, two formulas
 
 
 def test_ties_go_to_the_lower_expert():
