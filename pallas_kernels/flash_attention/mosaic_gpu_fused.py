@@ -235,8 +235,7 @@ def backward_fused(q, k, v, dout, lse, delta, lo, hi, *, scores: Scores, tiles: 
         ),
         *(q, k, v, dout, lse, delta, lo, hi, ranges),
         out=(sums, lax.empty(k.shape, k.dtype), lax.empty(v.shape, v.dtype)),
-        # The last axis changes fastest: in a window the short work, of the last keys, is then what ends the kernel.
-        grid={"batch": batch, "tiles": keys // rows, "heads": kv_heads},
+        grid={"heads": kv_heads, "tiles": keys // rows, "batch": batch},
         auto_barriers=False,
     )
     dq = dq.sum(0) if tiles.staged else dq
