@@ -88,6 +88,7 @@ class Forward:
     def of(cls, q, k, lo, sinks, scores: Scores, tiles: ForwardTiles) -> "Forward":
         """The call of these arrays; T must be a multiple of 2 * block_q and S of block_kv."""
         bounded = q.dtype == jnp.bfloat16 and sinks is None and scores.bound <= BOUNDED
+        bounded &= k.shape[1] > tiles.block_kv  # a weight that is not exactly 1 would show where keys are few
         call = cls(q.shape, k.shape[1], k.shape[2], q.dtype, lo.shape[0] == 1, bounded, scores, tiles)
         if call.shape[1] % call.rows or call.keys % tiles.block_kv:
             raise ValueError(

@@ -241,7 +241,7 @@ def test_refusals(change, message):
 
 @pytest.mark.parametrize("width", mosaic_gpu.WIDTHS)
 def test_hopper_picks_ours_for_packed_rows_and_long_ones_and_cudnn_for_short_ones(width, monkeypatch):
-    short, long = (jax.ShapeDtypeStruct((1, tokens, 2, width), jnp.bfloat16) for tokens in (512, 513))
+    short, long = (jax.ShapeDtypeStruct((1, tokens, 2, width), jnp.bfloat16) for tokens in (255, 256))
     monkeypatch.setattr("pallas_kernels._platform.compute_capability", lambda: (9, 0))
     assert explain(short, short, packed=True) == explain(long, long) == "flash_attention: mosaic_gpu"
     assert explain(short, short) == "flash_attention: cudnn"
