@@ -1,7 +1,7 @@
 """Where a training step's time goes: the device's kernels, added up by the part of the model that they belong to.
 
 Usage: python scripts/profile_step.py [--shape llama3.1-8b] [--base nf4] [--remat full] [--batch 4x2048]
-           [--attention mosaic_gpu] [--steps 3] [--top 60]
+           [--attention mosaic_gpu] [--unfused] [--steps 3] [--top 60]
 
 Prints a table: milliseconds a step, times run a step, the kernel, the operation's name in the model. The step is that
 of bench_train.py. What is not a kernel (gaps between kernels) is the difference of the first line's two numbers.
@@ -99,10 +99,12 @@ def main() -> None:
     add_options(parser)
     parser.add_argument("--remat", default="full")
     parser.add_argument("--batch", default="4x2048", help="rows x tokens")
+    parser.add_argument("--unfused", action="store_true", help="with enable_liger_kernel: false")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--top", type=int, default=60)
     options = parser.parse_args()
-    program, _, state, frozen, batch = compile_step(setting_of(options, options.batch, options.remat))
+    setting = setting_of(options, options.batch, options.remat, fused=not options.unfused)
+    program, _, state, frozen, batch = compile_step(setting)
     arguments = [state]
 
     def step() -> Any:
