@@ -230,9 +230,7 @@ def by_sixteen_bytes(tile):
 
         registers = np.empty(layout.registers_shape(array.shape), dtype=object)
         for (rows, columns, *rest), _ in np.ndenumerate(registers):
-            a, b, c, d = (
-                utils.bitcast(array.registers[(rows, 4 * columns + i, *rest)], i32) for i in range(4)
-            )
+            a, b, c, d = (utils.bitcast(array.registers[(rows, 4 * columns + i, *rest)], i32) for i in range(4))
             (a, b), (c, d) = swap(a, b, 1, odd), swap(c, d, 1, odd)
             (a, c), (b, d) = swap(a, c, 2, upper), swap(b, d, 2, upper)
             words = [utils.bitcast(word, array.registers.flat[0].type) for word in (a, b, c, d)]

@@ -21,6 +21,7 @@ from jax import lax
 from pallas_kernels import _platform
 from pallas_kernels._hopper import WARPGROUPS, filled, launch, swizzled
 from pallas_kernels.flash_attention.bounds import longest_first
+from pallas_kernels.flash_attention.mosaic_gpu_rescale import follow
 from pallas_kernels.flash_attention.mosaic_gpu_tiles import LOG2E, Scores, index_along
 
 LOWEST = -1e30  # start of the running maximum: finite, so that a row that has seen no key makes no NaN
@@ -37,6 +38,7 @@ class ForwardTiles:
         items: slots for items of queries: with 2 the next item's are loaded while one is at work.
         blocks: that share the work; None for as many as the GPU has multiprocessors.
         staged: whether weights go through shared memory, which is what the interpreter can run.
+        lazy: whether sums follow their maximum only when it has moved far (mosaic_gpu_rescale).
     """
 
     block_q: int = 64
@@ -45,6 +47,7 @@ class ForwardTiles:
     items: int = 2
     blocks: int | None = None
     staged: bool = False
+    lazy: bool = False
 
 
 class Item(NamedTuple):
@@ -142,9 +145,13 @@ class Forward:
         if seen is not None:
             score = jnp.where(seen, score, -jnp.inf)
         new_top = jnp.maximum(top, score.max(axis=1) * factor)
-        shrink = jnp.exp2(top - new_top)
+        if self.tiles.lazy:
+            acc, new_top = follow(acc, top, new_top, staged=self.tiles.staged)
+            shrink = jnp.exp2(top - new_top)
+        else:
+            shrink = jnp.exp2(top - new_top)
+            acc *= lax.broadcast_in_dim(shrink, acc.shape, [0])
         weight = jnp.exp2(score * factor - lax.broadcast_in_dim(new_top, score.shape, [0]))
-        acc *= lax.broadcast_in_dim(shrink, acc.shape, [0])
         total = total * shrink + weight.sum(axis=1)
         weight16 = weight.astype(self.dtype)
         acc, total, new_top, weight16 = lax.optimization_barrier((acc, total, new_top, weight16))
