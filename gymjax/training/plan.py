@@ -10,18 +10,21 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 
-from gymjax.models.decoder import SAVED_NAMES
+from gymjax.config.sections import KEPT_NAMES, UNROLLED, UNROLLED_NAMES
 from gymjax.models.decoder_config import LayerKind
+from gymjax.models.remat import is_unrolled, kept_names
 from gymjax.nn.mlp import CHUNK
 from gymjax.optim.labels import labels
 from gymjax.training.memory import Memory, kept_bytes, predict
 from gymjax.training.metrics import GIB, peak_flops
-from gymjax.training.moments import ffn_elements, kept_names, layer_bytes
+from gymjax.training.moments import cast_bytes, ffn_elements, layer_bytes
 from gymjax.training.step import StepSettings
 from gymjax.training.workload import Workload, attention_name, device_bytes
 
 FILL = 0.92  # of the device's memory that "auto" fills: predictions are good to 5 %, and evaluation needs a little
 REACHED = 0.55  # of the datasheet's rate, by the matrix products and attention of a step on an H200
+BYTE_FLOPS = 170  # operations of such products in the time that an H200's memory takes for a byte
+UNROLLED_LAYERS = 16  # of a mixture, at most, that "auto" unrolls: each adds 2 to 3 s to the time of compiling
 
 NF4_BITS = 4.127  # a weight, block scales included
 
@@ -60,7 +63,8 @@ def choose(work: Workload, wanted: str, limit: int | None) -> Plan:
     """The plan for a rematerialisation, or for "auto" the one that computes least again in FILL of the device's memory.
 
     "auto" looks at "none", and at every set of what `units` lists; where not even "full" fits, "offload" is left. Where
-    the device tells no limit it is "full".
+    the device tells no limit it is "full". A mixture of at most UNROLLED_LAYERS layers is unrolled where it keeps
+    something: what experts keep is large, and a scan would copy it.
 
     Args:
         work: the step.
@@ -91,15 +95,23 @@ def _candidates(work: Workload, full: Memory) -> Iterator[tuple[str, Memory]]:
             remat = ",".join(name for unit in chosen for name in unit)
             kept = full.kept + sum(sizes[unit] for unit in chosen)
             layer = full.layer - layer_bytes(work, "full") + layer_bytes(work, remat)
-            yield remat, dataclasses.replace(full, kept=kept, layer=layer)
+            memory = dataclasses.replace(full, kept=kept, layer=layer)
+            yield remat, memory
+            if unrolls(work):
+                yield f"{remat},{UNROLLED}", dataclasses.replace(memory, casts=cast_bytes(work), unrolled=True)
+
+
+def unrolls(work: Workload) -> bool:
+    """Whether "auto" looks at unrolled layers too."""
+    return 0 < work.cfg.sparse_layers <= work.cfg.layers <= UNROLLED_LAYERS
 
 
 def units(work: Workload) -> list[tuple[str, ...]]:
     """Names that are worth keeping, those together of which one alone saves nothing.
 
-    Attention's output only where its kernel can go on from it; v alone where q and k are normalised, and the residual
-    stream's middle not where attention's output is, as a norm's backward pass needs the product itself; gate and up not
-    where long rows go through in chunks, which are computed again in any case.
+    Attention's output only where its kernel can go on from it; q and k as products where they are normalised, and the
+    residual stream's middle not where attention's output is, as a norm's backward pass needs the product itself; gate
+    and up not where long rows go through in chunks, which are computed again in any case.
     """
     cfg, found = work.cfg, []
     if attention_name(work) == "mosaic_gpu":
@@ -107,44 +119,65 @@ def units(work: Workload) -> list[tuple[str, ...]]:
     if cfg.qk_norm == "none":
         found.append(("q", "k", "v"))
     elif not cfg.fused:
-        found.append(("v",))
+        found.append(("q_product", "k_product", "v"))
     if cfg.norms == "pre":
         found.append(("middle",))
     if cfg.sparse_layers or cfg.fused:
         found.append(("gate", "up"))
     elif work.length <= CHUNK:
         found += [("gate",), ("up",)]
-    return [unit for unit in found if set(unit) <= set(SAVED_NAMES)]
+    if unrolls(work):
+        found += [("rows",), ("hidden",)] + ([("q", "k")] if cfg.qk_norm != "none" else [])
+    return found
 
 
 def recompute_seconds(work: Workload, remat: str) -> float:
-    """Time of a step that goes into computing again what the forward pass did not keep; products and attention only.
+    """Time of a step that goes into computing again what the forward pass did not keep, products and attention.
+
+    Of layers that may be unrolled, also what passes over memory take: making again what names would spare, and copying
+    into stacks, which are filled with zeros first, what a scan keeps.
 
     At REACHED of the device's rate, where that is unknown at that of an H200: what counts is the order.
     """
-    if remat == "none":
+    if remat == "none" and not unrolls(work):
         return 0.0
     kept = kept_names(remat)
     spared = {name for unit in units(work) if set(unit) <= kept for name in unit}
     costs = itertools.chain.from_iterable(_products(work, kind).items() for kind in work.cfg.kinds)
     flops = sum(cost for name, cost in costs if name not in spared)
+    if unrolls(work) and not is_unrolled(remat):
+        sizes = itertools.chain.from_iterable(_elements(work, kind).items() for kind in work.cfg.kinds)
+        flops += 3 * BYTE_FLOPS * work.dtype.itemsize * sum(size for name, size in sizes if name in kept)
     return flops * work.tokens * work.accumulation / (REACHED * (peak_flops() or 989e12))
 
 
 def _products(work: Workload, kind: LayerKind) -> dict[str, float]:
-    """FLOPs a token of what a layer's backward pass computes again, by the name that would spare it."""
+    """FLOPs a token of what a layer's backward pass computes again, by the name that would spare it.
+
+    Of passes over memory, what products do in that time: q and k are read and written by their norms and rotations.
+    """
+    cfg, size = work.cfg, _elements(work, kind)
+    names = ("q", "k") if cfg.qk_norm == "none" else ("q_product", "k_product")
+    passes = {}
+    if unrolls(work):
+        written = {name: size[name] for name in UNROLLED_NAMES}
+        written |= {} if cfg.qk_norm == "none" else {name: 4 * size[name] for name in ("q", "k")}
+        passes = {name: float(BYTE_FLOPS * work.dtype.itemsize * count) for name, count in written.items()}
+    products = (*names, "v", "gate", "up")
+    return passes | {
+        **{name: 2.0 * cfg.width * size[name] for name in products},
+        "attention": 4.0 * size["q"] * min(work.length / 2, kind.window or work.length),
+        "middle": 2.0 * cfg.width * size["q"],
+    }
+
+
+def _elements(work: Workload, kind: LayerKind) -> dict[str, int]:
+    """Elements a token of what a layer may keep, by name."""
     cfg = work.cfg
     q, k, ffn = cfg.heads * cfg.head_dim, cfg.kv_heads * cfg.head_dim, ffn_elements(cfg, kind)
-    seen = min(work.length / 2, kind.window or work.length)
-    return {
-        "q": 2.0 * cfg.width * q,
-        "k": 2.0 * cfg.width * k,
-        "v": 2.0 * cfg.width * k,
-        "attention": 4.0 * q * seen,
-        "middle": 2.0 * cfg.width * q,
-        "gate": 2.0 * cfg.width * ffn,
-        "up": 2.0 * cfg.width * ffn,
-    }
+    copies = 0 if kind.experts is None else kind.experts.top_k
+    sizes = {"q": q, "k": k, "v": k, "q_product": q, "k_product": k, "attention": q, "middle": cfg.width}
+    return sizes | {"gate": ffn, "up": ffn, "rows": copies * cfg.width, "hidden": ffn if copies else 0}
 
 
 def host_bytes() -> int:
@@ -218,8 +251,8 @@ def _needs(work: Workload, remat: str) -> str:
 def describe(plan: Plan) -> list[str]:
     """Lines for the user: what lies where, the predicted peak against what there is, what is computed again."""
     work, memory = plan.work, plan.memory
-    names = {"full": "", "offload": "", "none": "all activations", "selective": ", ".join(SAVED_NAMES)}
-    kept = names.get(plan.remat, plan.remat.replace(",", ", "))
+    names = ", ".join(name for name in KEPT_NAMES if name in kept_names(plan.remat))
+    kept = "all activations" if plan.remat == "none" else names
     rows = [
         ("frozen weights", memory.frozen),
         ("trained weights, f32", memory.trained),

@@ -6,6 +6,7 @@ item's queries are there when its first scores are wanted. Results therefore lea
 need not divide their number: the copy engine fills what lies beyond with zeros, which no query sees.
 """
 
+import functools
 from typing import Any
 
 import jax.experimental.mosaic.gpu as mgpu
@@ -28,7 +29,7 @@ def forward_wide(q, k, v, lo, hi, sinks=None, *, scores: Scores, tiles: ForwardT
     """As `forward_tiles`, for any number of keys; `tiles.items` is not used."""
     if tiles.staged:  # the interpreter does not read beyond an array
         k, v = (padded(x, 1, tiles.block_kv, 1, 1) for x in (k, v))
-    call, width = Forward.of(q, k, lo, scores, tiles, ragged=True), q.shape[-1]
+    call, width = Forward.of(q, k, lo, sinks, scores, tiles, ragged=True), q.shape[-1]
     block_q, block_kv, stages = tiles.block_q, tiles.block_kv, tiles.stages
     ranges = at_least_one(key_tiles(lo, hi, call.rows, block_kv), -(-call.keys // block_kv))
 
@@ -79,8 +80,8 @@ def forward_wide(q, k, v, lo, hi, sinks=None, *, scores: Scores, tiles: ForwardT
                     score = carry[3]
                     done = visited + index - begin
                     slot, next_slot = (lax.rem(done + i, jnp.int32(stages)) for i in (0, 1))
-                    seen = call.seen(index, lo_q, hi_q) if masked else None
-                    (acc, top, total), weight16 = call.soften(scores.squash(score), carry[:3], seen)
+                    seen = functools.partial(call.seen, index, lo_q, hi_q) if masked else None
+                    (acc, top, total), weight16 = call.soften(score, carry[:3], seen)
                     if at_end:
                         pl.when(n + 1 < mine)(lambda: plgpu.barrier_wait(q_ready.at[warpgroup]))
                     plgpu.barrier_wait(v_ready.at[slot])

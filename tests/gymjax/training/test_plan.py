@@ -11,6 +11,8 @@ import pytest
 
 from gymjax import train as entry
 from gymjax.config import to_yaml
+from gymjax.models.decoder_config import Stack
+from gymjax.nn.moe import MoEConfig
 from gymjax.training import loop, plan, planning, setup
 from gymjax.training import train as training
 from gymjax.training.inputs import open_inputs
@@ -66,7 +68,7 @@ def test_names_that_save_nothing_are_left_out(work):
     assert ("q", "k", "v") not in plan.units(normalised)
     assert plan.units(dataclasses.replace(normalised, length=2**15)) == [
         ("attention", "attention_lse"),
-        ("v",),
+        ("q_product", "k_product", "v"),
         ("middle",),
     ]
     fused = dataclasses.replace(work, cfg=dataclasses.replace(work.cfg, fused=True))
@@ -182,3 +184,23 @@ def test_an_adapter_that_is_continued_is_planned_too(configure, tmp_path):
     planned = plan_run(config, inputs)
     _, state = set_up(config, inputs, planned)
     assert jax.tree.map(lambda leaf: leaf.shape, planned.work.state) == jax.tree.map(lambda leaf: leaf.shape, state)
+
+
+def test_auto_unrolls_small_mixtures_that_keep_something(work):
+    moe = MoEConfig(experts=4, top_k=2, ffn_width=32, renormalize=True)
+
+    def of(layers):
+        kind = dataclasses.replace(work.cfg.kinds[0], experts=moe)
+        cfg = dataclasses.replace(work.cfg, stacks=(Stack((kind,), layers),), qk_norm="projection")
+        return dataclasses.replace(work, cfg=cfg)
+
+    small, large = of(plan.UNROLLED_LAYERS), of(plan.UNROLLED_LAYERS + 1)
+    assert plan.unrolls(small)
+    assert not plan.unrolls(large)
+    assert not plan.unrolls(work)
+    assert {("q_product", "k_product", "v"), ("rows",), ("hidden",), ("q", "k")} < set(plan.units(small))
+    assert not {("rows",), ("hidden",), ("q", "k")} & set(plan.units(large))
+    names = "q,k,v,q_product,k_product,gate,up"
+    assert recompute_seconds(small, f"{names},unrolled") < recompute_seconds(small, names)  # a scan copies them
+    assert recompute_seconds(small, f"{names},rows,unrolled") < recompute_seconds(small, f"{names},unrolled")
+    assert recompute_seconds(large, f"{names},unrolled") == recompute_seconds(large, names)
