@@ -59,10 +59,15 @@ def launch(
     grid: Mapping[str, int],
     warpgroups: int = WARPGROUPS + 1,
     cluster: Mapping[str, int] | None = None,
+    reduction_bytes: int = 2048,
 ):
-    """Runs `kernel(refs, scratch)` with so many warpgroups on a grid of named axes, in clusters of named axes."""
+    """Runs `kernel(refs, scratch)` with so many warpgroups on a grid of named axes, in clusters of named axes.
+
+    `reduction_bytes` of shared memory are set aside for reductions across warps.
+    """
     shape = _shape(grid, warpgroups, cluster or {})
-    return plgpu.kernel(_entry(kernel, scratch_types), out_type=out_type, compiler_params=_FAST, **shape)(*args)
+    params = dataclasses.replace(_FAST, reduction_scratch_bytes=reduction_bytes)
+    return plgpu.kernel(_entry(kernel, scratch_types), out_type=out_type, compiler_params=params, **shape)(*args)
 
 
 def launch_in_place(

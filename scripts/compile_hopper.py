@@ -36,6 +36,7 @@ from pallas_kernels.nf4_linear import mosaic_gpu as nf4
 from pallas_kernels.nf4_linear.cases import random_weight
 from pallas_kernels.nf4_linear.mosaic_gpu_matmul import MatmulTiles
 from pallas_kernels.rms_norm import mosaic_gpu as norm
+from pallas_kernels.rope import mosaic_gpu as rope
 
 COUNTED = ("HGMMA", "MUFU", "FFMA", "FMUL", "FADD", "FMNMX", "F2FP", "LDS", "STS", "STSM", "LDL", "STL", "R2UR", "BAR")
 COUNTED_STRAIGHT = ("SHFL", "FMUL", "FADD", "F2FP", "SHF", "LOP3", "IMAD", "LDG", "STG", "BAR", "LDL", "STL")
@@ -206,6 +207,16 @@ def norm_kernels():
             yield [f"{name}-{more}-residual"], backward, (x, scale, rrms, x, x), 0
 
 
+def rope_kernels():
+    """Likewise of rotation, both ways."""
+    for heads, kv_heads, width in ((32, 8, 128), (32, 4, 128), (32, 32, 128), (14, 2, 64), (16, 8, 256)):
+        q, k = (jax.ShapeDtypeStruct((4, 2048, count, width), jnp.bfloat16) for count in (heads, kv_heads))
+        table = jax.ShapeDtypeStruct((4, 2048, width // 2), jnp.float32)
+        for name, back in (("forward", False), ("backward", True)):
+            case = f"rope-N{heads}-K{kv_heads}-D{width}-{name}"
+            yield [case], functools.partial(rope.rotate, back=back), (q, k, table, table), 0
+
+
 def loss_kernels():
     """Likewise of the loss' passes over logits: one or the other, and both, plain and with all options."""
     for vocabulary in (128256, 151936):
@@ -226,7 +237,8 @@ def loss_kernels():
 def main(wanted: list[str]) -> None:
     """Prints the report of every kernel of every case."""
     for cases, function, args, skip in itertools.chain(
-        attention_kernels(), grouped_kernels(), narrow_kernels(), nf4_kernels(), norm_kernels(), loss_kernels()
+        *(attention_kernels(), grouped_kernels(), narrow_kernels(), nf4_kernels(), norm_kernels(), rope_kernels()),
+        loss_kernels(),
     ):
         if wanted and not any(case.startswith(name) for case in cases for name in wanted):
             continue

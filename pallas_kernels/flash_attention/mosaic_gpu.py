@@ -15,6 +15,7 @@ from pallas_kernels.flash_attention.mosaic_gpu_dkv import DkvTiles, backward_dkv
 from pallas_kernels.flash_attention.mosaic_gpu_dq import DqTiles, backward_dq
 from pallas_kernels.flash_attention.mosaic_gpu_forward import forward_tiles
 from pallas_kernels.flash_attention.mosaic_gpu_forward_ahead import forward_ahead
+from pallas_kernels.flash_attention.mosaic_gpu_forward_wide import forward_wide
 from pallas_kernels.flash_attention.mosaic_gpu_fused import FusedTiles, backward_fused
 from pallas_kernels.flash_attention.mosaic_gpu_items import ForwardTiles
 from pallas_kernels.flash_attention.mosaic_gpu_splitting import split_work
@@ -22,7 +23,12 @@ from pallas_kernels.flash_attention.mosaic_gpu_tiles import LOG2E, Scores
 
 WIDTHS = (64, 96, 128, 256)
 FUSED_WIDTHS = (64, 128)  # of the fused backward: others have no tile that fits registers and swizzles
-AHEAD_WIDTHS = (96, 128)  # of the forward that scores a tile ahead: 64 is slower by it, 256 has no registers for it
+FORWARDS = {  # a tile ahead, but for 64, which is slower by it
+    64: (forward_tiles, ForwardTiles()),
+    96: (forward_ahead, ForwardTiles()),
+    128: (forward_ahead, ForwardTiles()),
+    256: (forward_wide, ForwardTiles(block_kv=64)),
+}
 MULTIPLE = 128  # every tile size below divides it
 FEW = 16  # queries of a row whose gradients are formed without the rounding of `out`
 
@@ -112,10 +118,9 @@ def _attend(q, k, v, lo, hi, sinks, form: Form):
 
 
 def _attend_fwd(q, k, v, lo, hi, sinks, form: Form):
-    tiles = ForwardTiles(block_kv=64, items=1) if q.shape[-1] > 128 else ForwardTiles()
+    run, tiles = FORWARDS[q.shape[-1]]
     if form.staged:  # few blocks, so that the interpreter meets one with several items
         tiles = dataclasses.replace(tiles, staged=True, blocks=2)
-    run = forward_ahead if q.shape[-1] in AHEAD_WIDTHS else forward_tiles
     kernel = functools.partial(run, scores=form.scores, tiles=tiles)
     spec = "BTNH,BSKH,BSKH,BT,BT" + ("" if sinks is None else ",N") + "->BTNH,BNT"
     out, lse = run_once(split_work(kernel, spec, q, k, v, lo, hi, *([] if sinks is None else [sinks])))

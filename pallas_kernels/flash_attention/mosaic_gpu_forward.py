@@ -144,4 +144,4 @@ def forward_tiles(q, k, v, lo, hi, sinks=None, *, scores: Scores, tiles: Forward
             drain(visited, stages, k_free, v_free)
             drain(mine, tiles.items, q_free)
 
-    return call.launch(kernel, q, k, v, lo, hi, sinks, ranges)
+    return call.launch(kernel, call.scratch(), q, k, v, lo, hi, sinks, ranges)

@@ -165,4 +165,4 @@ def forward_ahead(q, k, v, lo, hi, sinks=None, *, scores: Scores, tiles: Forward
             drain(visited, stages, v_free)
             drain(mine, tiles.items, q_free)
 
-    return call.launch(kernel, q, k, v, lo, hi, sinks, ranges)
+    return call.launch(kernel, call.scratch(), q, k, v, lo, hi, sinks, ranges)

@@ -23,6 +23,7 @@ from jax import lax
 from pallas_kernels import _platform
 from pallas_kernels._hopper import WARPGROUPS, filled, launch, swizzled
 from pallas_kernels.flash_attention.bounds import longest_first
+from pallas_kernels.flash_attention.mosaic_gpu_rescale import follow
 from pallas_kernels.flash_attention.mosaic_gpu_tiles import LOG2E, Scores, index_along
 
 BOUNDED = 80.0  # of scores in base 2 (a cap of 55): sums of 2**20 of their powers and values of 2**20 fit f32
@@ -40,6 +41,7 @@ class ForwardTiles:
         items: slots for items of queries: with 2 the next item's are loaded while one is at work.
         blocks: that share the work; None for as many as the GPU has multiprocessors.
         staged: whether weights go through shared memory, which is what the interpreter can run.
+        lazy: whether sums follow their maximum only when it has moved far (mosaic_gpu_rescale).
     """
 
     block_q: int = 64
@@ -48,6 +50,7 @@ class ForwardTiles:
     items: int = 2
     blocks: int | None = None
     staged: bool = False
+    lazy: bool = False
 
 
 class Item(NamedTuple):
@@ -85,12 +88,12 @@ class Forward:
     tiles: ForwardTiles
 
     @classmethod
-    def of(cls, q, k, lo, sinks, scores: Scores, tiles: ForwardTiles) -> "Forward":
-        """The call of these arrays; T must be a multiple of 2 * block_q and S of block_kv."""
+    def of(cls, q, k, lo, sinks, scores: Scores, tiles: ForwardTiles, *, ragged: bool = False) -> "Forward":
+        """The call of these arrays; T must be a multiple of 2 * block_q and, unless ragged, S of block_kv."""
         bounded = q.dtype == jnp.bfloat16 and sinks is None and scores.bound <= BOUNDED
         bounded &= k.shape[1] > tiles.block_kv  # a weight that is not exactly 1 would show where keys are few
         call = cls(q.shape, k.shape[1], k.shape[2], q.dtype, lo.shape[0] == 1, bounded, scores, tiles)
-        if call.shape[1] % call.rows or call.keys % tiles.block_kv:
+        if call.shape[1] % call.rows or (call.keys % tiles.block_kv and not ragged):
             raise ValueError(
                 f"T={call.shape[1]} must be a multiple of {call.rows} and S={call.keys} of {tiles.block_kv}; pad them"
             )
@@ -163,9 +166,13 @@ class Forward:
         if seen is not None:
             score = jnp.where(seen(), score, -jnp.inf)
         new_top = jnp.maximum(top, score.max(axis=1) * factor)
-        shrink = jnp.exp2(top - new_top)
+        if self.tiles.lazy:
+            acc, new_top = follow(acc, top, new_top, staged=self.tiles.staged)
+            shrink = jnp.exp2(top - new_top)
+        else:
+            shrink = jnp.exp2(top - new_top)
+            acc *= lax.broadcast_in_dim(shrink, acc.shape, [0])
         weight = jnp.exp2(score * factor - lax.broadcast_in_dim(new_top, score.shape, [0]))
-        acc *= lax.broadcast_in_dim(shrink, acc.shape, [0])
         total = total * shrink + weight.sum(axis=1)
         weight16 = weight.astype(self.dtype)
         acc, total, new_top, weight16 = lax.optimization_barrier((acc, total, new_top, weight16))
@@ -176,13 +183,16 @@ class Forward:
         key = index_along(1, index * self.tiles.block_kv, (self.tiles.block_q, self.tiles.block_kv))
         return (key >= lax.broadcast_in_dim(lo_q, key.shape, [0])) & (key <= lax.broadcast_in_dim(hi_q, key.shape, [0]))
 
+    def normalise(self, acc, top, total):
+        """An item's output in 16 bits and its log-sum-exp, from sums over all its keys."""
+        empty = total == 0.0
+        total = jnp.where(empty, 1.0, total)
+        acc *= lax.broadcast_in_dim(1.0 / total, acc.shape, [0])
+        return acc.astype(self.dtype), jnp.where(empty, jnp.inf, top + jnp.log2(total))
+
     def finish(self, carry, q_smem, lse_smem, out_ref, lse_ref) -> None:
         """Writes an item's results, through the slot that its queries had."""
-        acc, top, total = carry
-        empty = total == 0.0
-        acc /= lax.broadcast_in_dim(jnp.where(empty, 1.0, total), acc.shape, [0])
-        q_smem[...] = acc.astype(self.dtype)
-        lse_smem[...] = jnp.where(empty, jnp.inf, top + jnp.log2(jnp.where(empty, 1.0, total)))
+        q_smem[...], lse_smem[...] = self.normalise(*carry)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(q_smem, out_ref)
         plgpu.copy_smem_to_gmem(lse_smem, lse_ref)
@@ -200,37 +210,50 @@ class Forward:
         """The key head of a query head."""
         return lax.div(head, jnp.int32(self.shape[2] // self.kv_heads))
 
-    def launch(self, kernel, q, k, v, lo, hi, sinks, ranges):
+    def tile(self, *shape: int, dtype=None, width: int | None = None):
+        """A shared-memory buffer, by default of q's dtype in the layout of the tensor cores' operands.
+
+        `width`: what the swizzle must divide, if not the last axis.
+        """
+        return plgpu.SMEM(shape, dtype or self.dtype, transforms=() if dtype else swizzled(width or shape[-1]))
+
+    def scratch(self) -> tuple:
+        """Buffers and barriers of a kernel whose items each have a slot of queries."""
+        width, tiles = self.shape[-1], self.tiles
+        return (
+            (
+                self.tile(tiles.items, self.rows, width),
+                *(self.tile(tiles.stages, tiles.block_kv, width),) * 2,
+                self.tile(tiles.items, self.rows, dtype=jnp.float32),
+                *(self.tile(tiles.items, self.rows, dtype=jnp.int32),) * 2,
+                self.weights(),
+            ),
+            (
+                plgpu.Barrier(num_arrivals=3, num_barriers=tiles.items),
+                *(plgpu.Barrier(num_barriers=tiles.stages),) * 2,
+            ),
+            *self.free_and_turn(plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=tiles.items)),
+        )
+
+    def weights(self):
+        """Where staged weights go, or None."""
+        tiles = self.tiles
+        return self.tile(WARPGROUPS, tiles.block_q, tiles.block_kv) if tiles.staged else None
+
+    def free_and_turn(self, q_free) -> tuple:
+        """Barriers of slots given back, the queries' as given, and of the warpgroups' turns."""
+        free = (plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=self.tiles.stages),) * 2
+        return (q_free, *free), plgpu.Barrier(num_barriers=WARPGROUPS)
+
+    def launch(self, kernel, scratch, q, k, v, lo, hi, sinks, ranges):
         """Runs a kernel; `ranges` are the items' tiles of keys."""
-        (batch, tokens, heads, width), tiles = self.shape, self.tiles
-
-        def tile(*shape, dtype=q.dtype):
-            return plgpu.SMEM(shape, dtype, transforms=swizzled(shape[-1]) if dtype == q.dtype else ())
-
+        batch, tokens, heads, _ = self.shape
         return launch(
             kernel,
-            (
-                (
-                    tile(tiles.items, self.rows, width),
-                    tile(tiles.stages, tiles.block_kv, width),
-                    tile(tiles.stages, tiles.block_kv, width),
-                    tile(tiles.items, self.rows, dtype=jnp.float32),
-                    tile(tiles.items, self.rows, dtype=jnp.int32),
-                    tile(tiles.items, self.rows, dtype=jnp.int32),
-                    tile(WARPGROUPS, tiles.block_q, tiles.block_kv) if tiles.staged else None,
-                ),
-                (
-                    plgpu.Barrier(num_arrivals=3, num_barriers=tiles.items),
-                    *(plgpu.Barrier(num_barriers=tiles.stages),) * 2,
-                ),
-                (
-                    plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=tiles.items),
-                    *(plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=tiles.stages),) * 2,
-                ),
-                plgpu.Barrier(num_barriers=WARPGROUPS),
-            ),
+            scratch,
             *(q, k, v, lo, hi, ranges, longest_first(ranges, batch)),
             *([] if sinks is None else [sinks * LOG2E]),
             out_type=[q, jax.ShapeDtypeStruct((batch, heads, tokens), jnp.float32)],
             grid={"blocks": self.blocks},
+            reduction_bytes=512,  # rows are reduced inside warps
         )

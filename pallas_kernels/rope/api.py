@@ -7,9 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import Implementation, _dispatch
-from pallas_kernels.rope import reference
-
-_REFUSALS: _dispatch.Refusals = {"xla": None}
+from pallas_kernels.rope import mosaic_gpu, reference
 
 
 def rope(
@@ -35,23 +33,52 @@ def rope(
         cos: f32 cosines of the angles; B may be 1, for positions that all rows share.
         sin: f32 sines, same shape.
         interleaved: which channels of a head are a pair, see above.
-        implementation: "xla", or None for the fastest that accepts the arguments on this device.
+        implementation: "mosaic_gpu", "xla", or None for the fastest that accepts the arguments on this device.
 
     Returns:
         The rotated q and k.
 
     Raises:
         ValueError: shapes do not fit together, H is odd, or the tables are not f32.
-        NotImplementedError: the named implementation does not exist for this operation.
+        NotImplementedError: the named implementation refuses these arguments or does not exist for this operation.
     """
     _check(q, k, cos, sin)
-    _dispatch.choose("rope", implementation, _REFUSALS)
+    if _dispatch.choose("rope", implementation, _refusals(q, k, cos, interleaved)) == "mosaic_gpu":
+        return _rotate_both(q, k, cos, sin)
     return _rotate(interleaved, q, cos, sin), _rotate(interleaved, k, cos, sin)
 
 
-def explain() -> str:
-    """Say which implementation runs."""
-    return _dispatch.explain("rope", _REFUSALS)
+def explain(tokens: int = 8192, heads: int = 32, kv_heads: int = 8, width: int = 128) -> str:
+    """Say which implementation turns the halves of so many bf16 heads, and why."""
+    q, k = (jax.ShapeDtypeStruct((1, tokens, count, width), jnp.bfloat16) for count in (heads, kv_heads))
+    cos = jax.ShapeDtypeStruct((1, tokens, width // 2), jnp.float32)
+    return _dispatch.explain("rope", _refusals(q, k, cos, interleaved=False))
+
+
+def _refusals(
+    q: Array | jax.ShapeDtypeStruct,
+    k: Array | jax.ShapeDtypeStruct,
+    cos: Array | jax.ShapeDtypeStruct,
+    interleaved: bool,
+) -> _dispatch.Refusals:
+    return {"mosaic_gpu": mosaic_gpu.refuses(q, k, cos, interleaved), "xla": None}
+
+
+@jax.custom_vjp
+def _rotate_both(q: Array, k: Array, cos: Array, sin: Array) -> tuple[Array, Array]:
+    return mosaic_gpu.rotate(q, k, cos, sin, back=False)
+
+
+def _rotate_both_fwd(q: Array, k: Array, cos: Array, sin: Array) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+    return mosaic_gpu.rotate(q, k, cos, sin, back=False), (cos, sin)
+
+
+def _rotate_both_bwd(tables: tuple[Array, Array], cotangents: tuple[Array, Array]) -> tuple[Array, Array, None, None]:
+    dq, dk = mosaic_gpu.rotate(*cotangents, *tables, back=True)
+    return dq, dk, None, None
+
+
+_rotate_both.defvjp(_rotate_both_fwd, _rotate_both_bwd)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
