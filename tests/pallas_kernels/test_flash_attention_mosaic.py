@@ -17,6 +17,7 @@ import pytest
 from pallas_kernels import _platform
 from pallas_kernels.flash_attention import explain, flash_attention, mosaic_gpu
 from pallas_kernels.flash_attention.bounds import key_tiles, number_documents, query_tiles, row_bounds
+from pallas_kernels.flash_attention.mosaic_gpu_forward_wide import forward_wide
 from pallas_kernels.flash_attention.mosaic_gpu_items import Forward, ForwardTiles
 from pallas_kernels.flash_attention.mosaic_gpu_tiles import Scores
 from pallas_kernels.flash_attention.reference import attention_mask
@@ -156,6 +157,7 @@ def test_interpreted_kernels(name, capfd):
     ("width", "tiles"),
     [
         (64, ForwardTiles(lazy=True)),
+        (256, ForwardTiles(block_kv=64)),
         (256, ForwardTiles(block_kv=64, lazy=True)),
         (256, ForwardTiles(block_kv=80)),
         (256, ForwardTiles(block_kv=80, lazy=True)),
@@ -168,7 +170,7 @@ def test_other_forms_of_the_forward(width, tiles, monkeypatch, capfd):
     q, k, v = (x.astype(jnp.bfloat16) for x in (q, k, v))
     ids = jnp.repeat(jnp.asarray([1, 2, 0]), jnp.asarray([30, 210, 50]))[None]
     options = {"causal": True, "window": None, "segment_ids": ids, "scale": width**-0.5, "staged": True}
-    run = mosaic_gpu.FORWARDS[width][0]
+    run = forward_wide if width == 256 else mosaic_gpu.FORWARDS[width][0]
     monkeypatch.setitem(mosaic_gpu.FORWARDS, width, (run, tiles))
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
         out, lse = jax.block_until_ready(mosaic_gpu.forward(q, k, v, **options))
@@ -183,17 +185,19 @@ def test_other_forms_of_the_forward(width, tiles, monkeypatch, capfd):
 
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize(
-    ("softcap", "width", "lazy"),
+    ("softcap", "width", "forward"),
     [
-        *itertools.product((None, 30.0), mosaic_gpu.WIDTHS, (False,)),
-        (1e25, mosaic_gpu.WIDTHS[0], False),
-        *itertools.product((None,), mosaic_gpu.WIDTHS, (True,)),
+        *itertools.product((None, 30.0), mosaic_gpu.WIDTHS, (None,)),
+        (1e25, mosaic_gpu.WIDTHS[0], None),
+        (None, 64, (mosaic_gpu.FORWARDS[64][0], ForwardTiles(lazy=True))),
+        (None, 128, (mosaic_gpu.FORWARDS[128][0], ForwardTiles(lazy=True))),
+        *((softcap, 256, (forward_wide, ForwardTiles(block_kv=64))) for softcap in (None, 30.0)),
+        (None, 256, (forward_wide, ForwardTiles(block_kv=80, lazy=True))),
     ],
 )
-def test_the_kernels_of_the_gpu_lower(softcap, width, lazy, deterministic, monkeypatch):
+def test_the_kernels_of_the_gpu_lower(softcap, width, forward, deterministic, monkeypatch):
     """What the interpreter cannot run: products from registers, sums in place, adding copies, inline assembly."""
-    run, tiles = mosaic_gpu.FORWARDS[width]
-    monkeypatch.setitem(mosaic_gpu.FORWARDS, width, (run, dataclasses.replace(tiles, lazy=lazy)))
+    monkeypatch.setitem(mosaic_gpu.FORWARDS, width, forward or mosaic_gpu.FORWARDS[width])
     q, k = (jax.ShapeDtypeStruct((1, 256, heads, width), jnp.bfloat16) for heads in (4, 2))
     sinks = jax.ShapeDtypeStruct((4,), jnp.float32) if softcap is None else None
 
