@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import Implementation, _dispatch
 from pallas_kernels._int8 import Int8Weight, unpack_int8
-from pallas_kernels.linear_cross_entropy import checks, mosaic_gpu, mosaic_gpu_passes, reference
+from pallas_kernels.linear_cross_entropy import checks, mosaic_gpu, mosaic_gpu_frozen, mosaic_gpu_passes, reference
 from pallas_kernels.nf4_linear import NF4Weight, dense
 
 _PASSES = {"mosaic_gpu": mosaic_gpu_passes.PASSES, "xla": reference.PASSES}
@@ -183,13 +183,21 @@ def _forward(how: reference.Settings, x: Array, head: _Head, labels: Array) -> t
     return outcome.loss, _metrics(outcome)
 
 
+def _with_gradients(
+    how: reference.Settings, trained: bool, x: Array, head: _Head, labels: Array, weights: Array | None
+) -> tuple[reference.Outcome, reference.Gradients]:
+    head_in_x = _dense(x, head)
+    if not trained and how.implementation == "mosaic_gpu" and mosaic_gpu_frozen.takes(x, head_in_x, how):
+        return mosaic_gpu_frozen.loss_and_gradient(x, head_in_x, labels, weights, how)
+    passes = _PASSES[how.implementation]
+    return reference.forward_and_gradients(x, head_in_x, labels, weights, how, passes, trained=trained)
+
+
 _frozen = partial(jax.custom_vjp, nondiff_argnums=(0,))(_forward)
 
 
 def _frozen_fwd(how: reference.Settings, x: Array, head: _Head, labels: Array):
-    outcome, grads = reference.forward_and_gradients(
-        x, _dense(x, head), labels, None, how, _PASSES[how.implementation], trained=False
-    )
+    outcome, grads = _with_gradients(how, False, x, head, labels, None)
     return (outcome.loss, _metrics(outcome)), grads.x
 
 
@@ -225,9 +233,7 @@ def _summed(
 
 
 def _summed_fwd(how: reference.Settings, trained: bool, x: Array, head: _Head, labels: Array, weights: Array | None):
-    outcome, grads = reference.forward_and_gradients(
-        x, _dense(x, head), labels, weights, how, _PASSES[how.implementation], trained=trained
-    )
+    outcome, grads = _with_gradients(how, trained, x, head, labels, weights)
     loss = jnp.sum(outcome.loss if weights is None else outcome.loss * weights)
     return (loss, _metrics(outcome)), (grads, head if trained else None)
 

@@ -52,7 +52,7 @@ def exponentials(
     *,
     scale: float,
     tiles: Tiles = Tiles(),
-) -> tuple[BFloat16[Array, "M V"], Float[Array, " M"], Float[Array, " M"]]:
+) -> tuple[BFloat16[Array, "tiled V"], Float[Array, " M"], Float[Array, " M"]]:
     """Return each token's exponentials but its label's, their sum, and the label's product.
 
     Args:
@@ -64,7 +64,8 @@ def exponentials(
         tiles: sizes; with `pair` two blocks have tiles of the same columns and share the head's slots.
 
     Returns:
-        (exponentials, 0 where the label is; their sums, added up in f32 before they are rounded; x[m] @ head[label]).
+        (exponentials, 0 where the label is, with some more rows up to whole tiles, of x = 0; their sums, added up in f32
+        before they are rounded; x[m] @ head[label]).
 
     Raises:
         ValueError: dtype or widths are not the kernel's.
@@ -76,7 +77,7 @@ def exponentials(
     run = sequential_vmap(functools.partial(_run, scale=scale, tiles=tiles))
     stored, parts = run(x, head, labels.astype(jnp.int32), reference.astype(jnp.float32))
     total, label_product = jnp.sum(parts, axis=1)[:, :rows]
-    return stored[:rows], total, label_product
+    return stored, total, label_product
 
 
 def _run(x, head, labels, reference, *, scale: float, tiles: Tiles):

@@ -1,0 +1,183 @@
+"""The loss of a frozen head by the kernel that gives exponentials, in the GPU interpreter, against float64."""
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import _platform
+from pallas_kernels.grouped_matmul.mosaic_gpu_rows import Tiles
+from pallas_kernels.linear_cross_entropy import linear_cross_entropy, mosaic_gpu_frozen, reference
+from pallas_kernels.linear_cross_entropy.mosaic_gpu_exponentials import exponentials
+
+IGNORED = -100
+SMALL = Tiles(stages=2, blocks=2)  # blocks with several tiles, slots that are used again
+SIZES = {  # rows, width, vocabulary: ragged rows, a last tile of columns that reaches beyond the vocabulary by 64 to 192
+    "one tile": ((70, 64, 256), SMALL),
+    "two columns": ((70, 64, 448), SMALL),
+    "several rows of tiles": ((300, 192, 576), Tiles(stages=2, blocks=2, band=2)),
+    "pair": ((300, 128, 640), Tiles(stages=2, blocks=4, pair=True)),
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_interpreted_kernel(name: str, capfd: pytest.CaptureFixture) -> None:
+    (rows, width, vocabulary), tiles = SIZES[name]
+    rng = np.random.default_rng(rows)
+    x = jnp.asarray(rng.standard_normal((rows, width)), jnp.bfloat16)
+    head = jnp.asarray(rng.standard_normal((vocabulary, width)) * width**-0.5, jnp.bfloat16)
+    top = rng.standard_normal(rows).astype(np.float32)
+    top[3] = -60.0  # large exponentials, small ones
+    top[4] = 60.0
+    labels = rng.integers(0, vocabulary, rows).astype(np.int32)
+    labels[:4] = IGNORED, vocabulary, 0, vocabulary - 1
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+        got = exponentials(x, head, labels, jnp.asarray(top), scale=0.5, tiles=tiles)
+        powers, total, label_product = (np.asarray(one, np.float64) for one in got)
+    assert "RACE" not in capfd.readouterr().out  # the interpreter goes on after it has said so
+    products = np.asarray(x, np.float64) @ np.asarray(head, np.float64).T
+    want = np.exp(0.5 * products) * 2.0 ** -top[:, None].astype(np.float64)
+    picked = np.zeros(rows)
+    inside = np.flatnonzero((labels >= 0) & (labels < vocabulary))
+    picked[inside] = products[inside, labels[inside]]
+    want[inside, labels[inside]] = 0
+    # bf16 rounds by 2^-9 of 1 to 2; f32 exponents of about 60 are off by 4e-6, and their powers by as much of themselves
+    np.testing.assert_allclose(powers[:rows], want, rtol=2**-8)
+    np.testing.assert_allclose(total, want.sum(1), rtol=1e-5)
+    np.testing.assert_allclose(label_product, picked, rtol=1e-6, atol=1e-6)
+
+
+@pytest.fixture
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mosaic_gpu_frozen, "exponentials", partial(exponentials, tiles=SMALL))
+    monkeypatch.setattr(_platform, "why_not_hopper", lambda **_: None)
+
+
+def rows_of(kind: str) -> tuple[jax.Array, jax.Array, np.ndarray]:
+    """Hidden states (2, 67, 64), a head (512, 64) and labels, some of them ignored."""
+    rng = np.random.default_rng(5)
+    x = rng.standard_normal((2, 67, 64)).astype(np.float32)
+    head = (rng.standard_normal((512, 64)) / 8).astype(np.float32)
+    labels = rng.integers(0, 512, (2, 67)).astype(np.int32)
+    labels[:, ::5] = IGNORED
+    if kind == "equal logits":
+        head[:] = head[0]
+    if kind == "all ignored":
+        labels[:] = IGNORED
+    if kind in ("sure of the label", "one huge logit", "too large"):  # by 30 to 60 nats, or 300
+        x[..., :16] += 2
+        head[7, :16] = (10 if kind == "too large" else 1) * (1 + 0.3 * rng.random(16))
+        if kind == "sure of the label":
+            labels[labels != IGNORED] = 7
+        else:
+            labels[labels == 7] = 8  # the sample has every second row of the head
+    return jnp.asarray(x, jnp.bfloat16), jnp.asarray(head, jnp.bfloat16), labels
+
+
+def oracle(x: jax.Array, head: jax.Array, labels: np.ndarray, weights: np.ndarray, z_loss: float):
+    """Weighted sum of the losses and its gradient by x, in float64."""
+    x64, head64 = np.asarray(x, np.float64), np.asarray(head, np.float64)
+    z, kept = x64 @ head64.T, labels != IGNORED
+    top = z.max(-1, keepdims=True)
+    lse = (top + np.log(np.exp(z - top).sum(-1, keepdims=True)))[..., 0]
+    picked = np.maximum(labels, 0)
+    others = np.exp(z - lse[..., None])
+    np.put_along_axis(others, picked[..., None], 0, -1)
+    loss = lse - np.take_along_axis(z, picked[..., None], -1)[..., 0]
+    factor = np.where(kept, weights, 0)[..., None]
+    more, other = 2 * z_loss * lse[..., None], others.sum(-1, keepdims=True)
+    dlogits = (1 + more) * others
+    np.put_along_axis(dlogits, picked[..., None], more * (1 - other) - other, -1)
+    return ((loss + z_loss * lse**2) * factor[..., 0]).sum(), (factor * dlogits) @ head64
+
+
+def dense(x: jax.Array, head: jax.Array, labels: np.ndarray, weights: jax.Array, z_loss: float) -> jax.Array:
+    logits = jnp.einsum("btd,vd->btv", x, head).astype(jnp.float32)
+    lse = jax.nn.logsumexp(logits, axis=-1)
+    picked = jnp.take_along_axis(logits, np.maximum(labels, 0)[..., None], -1)[..., 0]
+    return jnp.where(labels == IGNORED, 0, weights * (lse - picked + z_loss * lse**2)).sum()
+
+
+@pytest.mark.parametrize(
+    ("kind", "z_loss"),
+    [
+        ("random", 0.01),
+        ("equal logits", 0.0),
+        ("all ignored", 0.01),
+        ("sure of the label", 0.0),
+        ("one huge logit", 0.0),
+        ("too large", 0.0),
+    ],
+)
+def test_loss_and_gradient(
+    kind: str, z_loss: float, on_hopper: None, relative_error: Callable, capfd: pytest.CaptureFixture
+) -> None:
+    """In chunks of 40 and 14 tokens of both rows, within the bars beside dense bf16."""
+    x, head, labels = rows_of(kind)
+    weights = jnp.asarray(np.random.default_rng(6).random((2, 67)), jnp.float32)
+    options = {"weights": weights, "z_loss": z_loss, "frozen_head": True, "reduction": "sum"}
+
+    def ours(x: jax.Array) -> jax.Array:
+        return linear_cross_entropy(x, head, labels, chunk_tokens=40, implementation="mosaic_gpu", **options)
+
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+        loss, dx = jax.block_until_ready(jax.value_and_grad(ours)(x))
+    assert "RACE" not in capfd.readouterr().out
+    truth, true_dx = oracle(x, head, labels, np.asarray(weights, np.float64), z_loss)
+    assert not np.asarray(dx, np.float32)[labels == IGNORED].any()
+    if kind == "all ignored":
+        assert loss == 0
+        return
+    assert abs(float(loss) - truth) <= 1e-6 * max(truth, 1)
+    dense_dx = jax.grad(dense)(x, head, labels, weights, z_loss)
+    if not np.linalg.norm(true_dx) > 1e-9:  # equal logits of equal rows of the head
+        assert np.linalg.norm(np.asarray(dx, np.float64)) <= 1e-6
+        return
+    assert relative_error(dx, true_dx) <= 1.05 * relative_error(dense_dx, true_dx)
+
+
+@pytest.mark.parametrize("kind", ["one huge logit", "too large"])
+def test_only_a_row_out_of_range_is_computed_again(kind: str, on_hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, head, labels = rows_of(kind)
+    monkeypatch.setattr(mosaic_gpu_frozen, "forward_and_gradients", _nothing)
+    how = reference.Settings(200, 200, IGNORED, 1.0, None, 0.0, 0.0, False, "mosaic_gpu")
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+        outcome, _ = mosaic_gpu_frozen.loss_and_gradient(x, reference.Head(head, None), labels, None, how)
+    assert np.isnan(outcome.loss).all() == (kind == "too large")
+
+
+def _nothing(x: jax.Array, head: reference.Head, labels: np.ndarray, *_, **__):
+    nothing = jnp.full(labels.shape, jnp.nan, jnp.float32)
+    return reference.Outcome(nothing, nothing, None, None), reference.Gradients(x, None, None)
+
+
+def test_what_it_leaves_to_the_passes() -> None:
+    x, head = jnp.zeros((2, 3, 64), jnp.bfloat16), reference.Head(jnp.zeros((512, 64), jnp.bfloat16), None)
+    plain = reference.Settings(8, 8, IGNORED, 1.0, None, 0.0, 1e-4, False)
+    takes = mosaic_gpu_frozen.takes
+    assert takes(x, head, plain)
+    for changed in ({"softcap": 30.0}, {"smoothing": 0.1}, {"metrics": True}):
+        assert not takes(x, head, plain.__class__(**{**vars(plain), **changed}))
+    assert not takes(x, head._replace(bias=jnp.zeros(512)), plain)
+    assert not takes(x.astype(jnp.float16), head, plain)
+    assert not takes(x[..., :48], head, plain)
+    assert not takes(x, head._replace(weight=head.weight[:500]), plain)
+
+
+def test_everything_lowers_for_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_platform, "why_not_hopper", lambda **_: None)
+    x, head, labels = (
+        jax.ShapeDtypeStruct(shape, dtype)
+        for shape, dtype in (((3, 2, 300, 64), jnp.bfloat16), ((151936, 64), jnp.bfloat16), ((3, 2, 300), jnp.int32))
+    )
+
+    def loss(x: jax.Array, head: jax.Array, labels: jax.Array) -> jax.Array:
+        return linear_cross_entropy(x, head, labels, frozen_head=True, implementation="mosaic_gpu").sum()
+
+    step = jax.jit(jax.vmap(jax.grad(loss), (0, None, 0)))
+    text = step.trace(x, head, labels).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("mosaic_gpu") > 0
