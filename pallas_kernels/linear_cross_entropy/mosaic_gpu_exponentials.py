@@ -31,6 +31,7 @@ from pallas_kernels.grouped_matmul.mosaic_gpu_rows import (
 from pallas_kernels.grouped_matmul.mosaic_gpu_work import HALF, ROWS, walk
 from pallas_kernels.linear_cross_entropy.mosaic_gpu import LOG2E
 
+TILES = Tiles()
 PART = 128  # columns whose exponentials are in registers at a time
 _OF_ROW = plgpu.Layout.WGMMA.reduce(1)
 
@@ -51,7 +52,7 @@ def exponentials(
     reference: Float[Array, " M"],
     *,
     scale: float,
-    tiles: Tiles = Tiles(),
+    tiles: Tiles = TILES,
 ) -> tuple[BFloat16[Array, "tiled V"], Float[Array, " M"], Float[Array, " M"]]:
     """Return each token's exponentials but its label's, their sum, and the label's product.
 
@@ -64,8 +65,8 @@ def exponentials(
         tiles: sizes; with `pair` two blocks have tiles of the same columns and share the head's slots.
 
     Returns:
-        (exponentials, 0 where the label is, with some more rows up to whole tiles, of x = 0; their sums, added up in f32
-        before they are rounded; x[m] @ head[label]).
+        (exponentials, 0 where the label is, with some more rows up to whole tiles, of x = 0; their sums, added up in
+        f32 before they are rounded; x[m] @ head[label]).
 
     Raises:
         ValueError: dtype or widths are not the kernel's.

@@ -50,12 +50,15 @@ def loss_and_gradient(
 ) -> tuple[Outcome, Gradients]:
     """Return what `reference.forward_and_gradients` does for a frozen head, of what `takes` does.
 
-    As many tokens are multiplied at a time as their exponentials take the room of `how`'s f32 logits.
+    As many tokens are multiplied at a time as their exponentials take the room of `how`'s f32 logits; of those that are
+    computed again, so many fewer that they fit there too.
     """
     weights = jnp.ones(labels.shape, jnp.float32) if weights is None else weights
     top = _reference(x, head.weight, labels, how)
     tokens = max(how.group_tokens, 2 * how.chunk_tokens)
-    wide = dataclasses.replace(how, chunk_tokens=tokens, group_tokens=tokens)
+    wide, narrow = (
+        dataclasses.replace(how, chunk_tokens=size, group_tokens=size) for size in (tokens, max(1, tokens // 4))
+    )
 
     def group(carry: tuple[Array, None], starts: Array, size: int):
         start = starts[0]
@@ -69,7 +72,7 @@ def loss_and_gradient(
     return jax.lax.cond(
         jnp.all(safe),
         lambda: (outcome, Gradients(dx, None, None)),
-        lambda: forward_and_gradients(x, head, labels, weights, how, PASSES, trained=False),
+        lambda: forward_and_gradients(x, head, labels, weights, narrow, PASSES, trained=False),
     )
 
 

@@ -16,7 +16,7 @@ from pallas_kernels.linear_cross_entropy.mosaic_gpu_exponentials import exponent
 
 IGNORED = -100
 SMALL = Tiles(stages=2, blocks=2)  # blocks with several tiles, slots that are used again
-SIZES = {  # rows, width, vocabulary: ragged rows, a last tile of columns that reaches beyond the vocabulary by 64 to 192
+SIZES = {  # rows, width, vocabulary: ragged rows, a last tile that reaches beyond the vocabulary by 64 to 192
     "one tile": ((70, 64, 256), SMALL),
     "two columns": ((70, 64, 448), SMALL),
     "several rows of tiles": ((300, 192, 576), Tiles(stages=2, blocks=2, band=2)),
@@ -45,7 +45,7 @@ def test_interpreted_kernel(name: str, capfd: pytest.CaptureFixture) -> None:
     inside = np.flatnonzero((labels >= 0) & (labels < vocabulary))
     picked[inside] = products[inside, labels[inside]]
     want[inside, labels[inside]] = 0
-    # bf16 rounds by 2^-9 of 1 to 2; f32 exponents of about 60 are off by 4e-6, and their powers by as much of themselves
+    # bf16 rounds by 2^-9 of 1 to 2; f32 exponents of about 60 are off by 4e-6, their powers by as much of themselves
     np.testing.assert_allclose(powers[:rows], want, rtol=2**-8)
     np.testing.assert_allclose(total, want.sum(1), rtol=1e-5)
     np.testing.assert_allclose(label_product, picked, rtol=1e-6, atol=1e-6)
