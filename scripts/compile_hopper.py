@@ -226,9 +226,9 @@ def loss_kernels():
     for width, vocabulary in ((4096, 128256), (896, 151936)):
         x, head = (jax.ShapeDtypeStruct((rows, width), jnp.bfloat16) for rows in (1024, vocabulary))
         labels, reference = (jax.ShapeDtypeStruct((1024,), dtype) for dtype in (jnp.int32, jnp.float32))
-        for pair in (False, True):
-            product = functools.partial(exponentials, scale=1.0, tiles=Tiles(pair=pair))
-            yield [f"loss-product-V{vocabulary}{'-pair' * pair}"], product, (x, head, labels, reference), 0
+        for name, options in (("", {}), ("-coded", {"coded": True}), ("-pair", {"tiles": Tiles(pair=True)})):
+            product = functools.partial(exponentials, scale=1.0, **options)
+            yield [f"loss-product-V{vocabulary}{name}"], product, (x, head, labels, reference), 0
 
 
 def main(wanted: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""Times the linear cross-entropy: the Hopper kernels alone, then loss and gradients in several chunks, and their memory.
+"""Times the linear cross-entropy: its Hopper kernels, then loss and gradients in several chunks, and their memory.
 
 Usage: python scripts/tune_linear_cross_entropy.py [--batch 4x2048] [--width 4096] [--vocabulary 128256] [--top 8]
            [--passes]

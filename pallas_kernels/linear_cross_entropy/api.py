@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import Implementation, _dispatch
 from pallas_kernels._int8 import Int8Weight, unpack_int8
-from pallas_kernels.linear_cross_entropy import checks, mosaic_gpu, mosaic_gpu_frozen, mosaic_gpu_passes, reference
+from pallas_kernels.linear_cross_entropy import checks, mosaic_gpu, mosaic_gpu_fused, mosaic_gpu_passes, reference
 from pallas_kernels.nf4_linear import NF4Weight, dense
 
 _PASSES = {"mosaic_gpu": mosaic_gpu_passes.PASSES, "xla": reference.PASSES}
@@ -187,8 +187,8 @@ def _with_gradients(
     how: reference.Settings, trained: bool, x: Array, head: _Head, labels: Array, weights: Array | None
 ) -> tuple[reference.Outcome, reference.Gradients]:
     head_in_x = _dense(x, head)
-    if not trained and how.implementation == "mosaic_gpu" and mosaic_gpu_frozen.takes(x, head_in_x, how):
-        return mosaic_gpu_frozen.loss_and_gradient(x, head_in_x, labels, weights, how)
+    if how.implementation == "mosaic_gpu" and mosaic_gpu_fused.takes(x, head_in_x, how):
+        return mosaic_gpu_fused.loss_and_gradients(x, head_in_x, labels, weights, how, trained=trained)
     passes = _PASSES[how.implementation]
     return reference.forward_and_gradients(x, head_in_x, labels, weights, how, passes, trained=trained)
 

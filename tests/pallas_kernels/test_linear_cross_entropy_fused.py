@@ -11,7 +11,7 @@ import pytest
 
 from pallas_kernels import _platform
 from pallas_kernels.grouped_matmul.mosaic_gpu_rows import Tiles
-from pallas_kernels.linear_cross_entropy import linear_cross_entropy, mosaic_gpu_frozen, reference
+from pallas_kernels.linear_cross_entropy import linear_cross_entropy, mosaic_gpu_fused, reference
 from pallas_kernels.linear_cross_entropy.mosaic_gpu_exponentials import exponentials
 
 IGNORED = -100
@@ -53,7 +53,7 @@ def test_interpreted_kernel(name: str, capfd: pytest.CaptureFixture) -> None:
 
 @pytest.fixture
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mosaic_gpu_frozen, "exponentials", partial(exponentials, tiles=SMALL))
+    monkeypatch.setattr(mosaic_gpu_fused, "exponentials", partial(exponentials, tiles=SMALL))
     monkeypatch.setattr(_platform, "why_not_hopper", lambda **_: None)
 
 
@@ -113,7 +113,7 @@ def dense(x: jax.Array, head: jax.Array, labels: np.ndarray, weights: jax.Array,
         ("too large", 0.0),
     ],
 )
-def test_loss_and_gradient(
+def test_loss_and_gradients(
     kind: str, z_loss: float, on_hopper: None, relative_error: Callable, capfd: pytest.CaptureFixture
 ) -> None:
     """In chunks of 40 and 14 tokens of both rows, within the bars beside dense bf16."""
@@ -143,10 +143,12 @@ def test_loss_and_gradient(
 @pytest.mark.parametrize("kind", ["one huge logit", "too large"])
 def test_only_a_row_out_of_range_is_computed_again(kind: str, on_hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
     x, head, labels = rows_of(kind)
-    monkeypatch.setattr(mosaic_gpu_frozen, "forward_and_gradients", _nothing)
+    monkeypatch.setattr(mosaic_gpu_fused, "forward_and_gradients", _nothing)
     how = reference.Settings(200, 200, IGNORED, 1.0, None, 0.0, 0.0, False, "mosaic_gpu")
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
-        outcome, _ = mosaic_gpu_frozen.loss_and_gradient(x, reference.Head(head, None), labels, None, how)
+        outcome, _ = mosaic_gpu_fused.loss_and_gradients(
+            x, reference.Head(head, None), labels, None, how, trained=False
+        )
     assert np.isnan(outcome.loss).all() == (kind == "too large")
 
 
@@ -158,7 +160,7 @@ def _nothing(x: jax.Array, head: reference.Head, labels: np.ndarray, *_, **__):
 def test_what_it_leaves_to_the_passes() -> None:
     x, head = jnp.zeros((2, 3, 64), jnp.bfloat16), reference.Head(jnp.zeros((512, 64), jnp.bfloat16), None)
     plain = reference.Settings(8, 8, IGNORED, 1.0, None, 0.0, 1e-4, False)
-    takes = mosaic_gpu_frozen.takes
+    takes = mosaic_gpu_fused.takes
     assert takes(x, head, plain)
     for changed in ({"softcap": 30.0}, {"smoothing": 0.1}, {"metrics": True}):
         assert not takes(x, head, plain.__class__(**{**vars(plain), **changed}))
