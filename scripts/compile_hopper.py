@@ -32,6 +32,7 @@ from pallas_kernels.flash_attention import mosaic_gpu
 from pallas_kernels.grouped_matmul import mosaic_gpu as grouped
 from pallas_kernels.grouped_matmul.mosaic_gpu_rows import Tiles
 from pallas_kernels.linear_cross_entropy import mosaic_gpu as loss
+from pallas_kernels.linear_cross_entropy.mosaic_gpu_codes import gradients
 from pallas_kernels.linear_cross_entropy.mosaic_gpu_exponentials import exponentials
 from pallas_kernels.lora_linear import mosaic_gpu as narrow
 from pallas_kernels.nf4_linear import mosaic_gpu as nf4
@@ -229,6 +230,8 @@ def loss_kernels():
         for name, options in (("", {}), ("-coded", {"coded": True}), ("-pair", {"tiles": Tiles(pair=True)})):
             product = functools.partial(exponentials, scale=1.0, **options)
             yield [f"loss-product-V{vocabulary}{name}"], product, (x, head, labels, reference), 0
+        codes = jax.ShapeDtypeStruct((1024, vocabulary), jnp.int16)
+        yield [f"loss-codes-V{vocabulary}"], gradients, (codes, labels, reference, reference), 0
 
 
 def main(wanted: list[str]) -> None:

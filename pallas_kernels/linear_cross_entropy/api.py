@@ -187,7 +187,7 @@ def _with_gradients(
     how: reference.Settings, trained: bool, x: Array, head: _Head, labels: Array, weights: Array | None
 ) -> tuple[reference.Outcome, reference.Gradients]:
     head_in_x = _dense(x, head)
-    if how.implementation == "mosaic_gpu" and mosaic_gpu_fused.takes(x, head_in_x, how):
+    if how.implementation == "mosaic_gpu" and mosaic_gpu_fused.takes(x, head_in_x, how, trained=trained):
         return mosaic_gpu_fused.loss_and_gradients(x, head_in_x, labels, weights, how, trained=trained)
     passes = _PASSES[how.implementation]
     return reference.forward_and_gradients(x, head_in_x, labels, weights, how, passes, trained=trained)

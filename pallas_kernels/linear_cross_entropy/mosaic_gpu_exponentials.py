@@ -17,7 +17,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import sequential_vmap
-from jaxtyping import Array, BFloat16, Float, Int, Int16, Shaped
+from jaxtyping import Array, BFloat16, Float, Int, Shaped
 
 from pallas_kernels import _platform
 from pallas_kernels._hopper import WARPGROUPS, drain, launch, padded, swizzled
@@ -32,10 +32,9 @@ from pallas_kernels.grouped_matmul.mosaic_gpu_rows import (
 )
 from pallas_kernels.grouped_matmul.mosaic_gpu_work import HALF, ROWS, walk
 from pallas_kernels.linear_cross_entropy.mosaic_gpu import LOG2E
+from pallas_kernels.linear_cross_entropy.mosaic_gpu_codes import ONE, STEPS, code
 
 TILES = Tiles()
-STEPS = 720  # of a code, an octave
-ONE = 40 * STEPS  # the code of an exponential of 1; 0 is that of one of 2**-40 and less
 PART = 128  # columns whose exponentials are in registers at a time
 _OF_ROW = plgpu.Layout.WGMMA.reduce(1)
 
@@ -67,7 +66,7 @@ def exponentials(
         labels: int32; of a label outside the vocabulary the product is 0, and no exponential is left out.
         reference: f32, what exponents of 2 are taken relative to: exp2(log2(e) * scale * x @ head.T - reference).
         scale: factor on the products.
-        coded: whether to return codes in place of exponentials, which are `decoded` if below 2**51; of labels too.
+        coded: whether to return codes in place of exponentials, see mosaic_gpu_codes; they are right below 2**51.
         tiles: sizes; with `pair` two blocks have tiles of the same columns and share the head's slots.
 
     Returns:
@@ -85,12 +84,6 @@ def exponentials(
     stored, parts = run(x, head, labels.astype(jnp.int32), reference.astype(jnp.float32))
     total, label_product = jnp.sum(parts, axis=1)[:, :rows]
     return stored, total, label_product
-
-
-def decoded(codes: Int16[Array, "M V"]) -> Float[Array, "M V"]:
-    """The exponentials that codes stand for, in f32."""
-    steps = jax.lax.bitcast_convert_type(codes, jnp.uint16).astype(jnp.float32)
-    return jnp.where(steps == 0, 0.0, jnp.exp2((steps - ONE) * (1 / STEPS)))
 
 
 def _run(x, head, labels, reference, *, scale: float, coded: bool, tiles: Tiles):
@@ -132,7 +125,7 @@ def _run(x, head, labels, reference, *, scale: float, coded: bool, tiles: Tiles)
                     is_label = place == _by_row(label - begin, product.shape)
                     above = _by_row(row_reference, product.shape)
                     power = jnp.where(is_label, 0.0, jnp.exp2(product * unit - above))
-                    stored = _code(product * (unit * STEPS) - (above * STEPS - ONE)) if coded else power
+                    stored = code(product * (unit * STEPS) - (above * STEPS - ONE)) if coded else power
                     store_rows(stored, stored_smem.at[warpgroup], stored_ref, at.start, column * columns + begin)
                     label_product += jnp.sum(jnp.where(is_label, product, 0.0), axis=1)
                     for part in range(0, PART, DEPTH):  # which is inside the vocabulary or not
@@ -184,11 +177,6 @@ def _run(x, head, labels, reference, *, scale: float, coded: bool, tiles: Tiles)
         ),
         **shape(blocks, tiles),
     )
-
-
-def _code(steps):
-    """The nearest integer of at least 0, in the last 16 bits of where f32 has its integers."""
-    return lax.bitcast_convert_type(jnp.maximum(steps, 0.0) + 2.0**23, jnp.int32).astype(jnp.int16)
 
 
 def _by_row(values, of_shape: tuple[int, int]):

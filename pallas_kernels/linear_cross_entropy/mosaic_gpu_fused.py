@@ -22,7 +22,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.linear_cross_entropy.mosaic_gpu import LOG2E
-from pallas_kernels.linear_cross_entropy.mosaic_gpu_exponentials import decoded, exponentials, refuses_shapes
+from pallas_kernels.linear_cross_entropy.mosaic_gpu_codes import PIECE, gradients
+from pallas_kernels.linear_cross_entropy.mosaic_gpu_exponentials import exponentials, refuses_shapes
 from pallas_kernels.linear_cross_entropy.reference import (
     PASSES,
     Gradients,
@@ -41,10 +42,12 @@ SAMPLE = 256  # rows of the head
 LARGEST, LARGEST_CODED = 2.0**80, 2.0**50
 
 
-def takes(x: Array, head: Head, how: Settings) -> bool:
+def takes(x: Array, head: Head, how: Settings, *, trained: bool) -> bool:
     """Whether the loss can be computed in this way; what it cannot do goes over f32 logits."""
+    vocabulary = head.weight.shape[0]
     plain = head.bias is None and how.softcap is None and not how.smoothing and not how.metrics and how.scale > 0
-    return plain and x.size > 0 and refuses_shapes(x.shape[-1], head.weight.shape[0], x.dtype) is None
+    wide = not trained or vocabulary >= PIECE
+    return plain and wide and x.size > 0 and refuses_shapes(x.shape[-1], vocabulary, x.dtype) is None
 
 
 def loss_and_gradients(
@@ -122,7 +125,7 @@ def _chunk(
     of_all = jnp.where(factor == 0, 0, factor / total * (1 + more))
     of_label = jnp.where(factor == 0, 0, factor / total * (more * label_power - others))
     if trained:
-        dproducts = _dproducts(powers[:rows], labels_M, of_all.reshape(rows), of_label.reshape(rows)).astype(x.dtype)
+        dproducts = gradients(powers, labels_M, of_all.reshape(rows), of_label.reshape(rows))[:rows]
         dx = jnp.einsum("mv,vd->md", dproducts, weight).reshape(x.shape)
         dweight = jnp.einsum("mv,md->vd", dproducts, x_MD, preferred_element_type=jnp.float32)
         return Outcome(loss, lse, None, None), safe, Gradients(dx, dweight, None)
@@ -130,9 +133,3 @@ def _chunk(
     dx = of_all[..., None] * sums + of_label[..., None] * _label_rows(weight, labels)
     dx = jnp.where((factor == 0)[..., None], 0, dx)  # a row's exponentials may be infinite if it does not count
     return Outcome(loss, lse, None, None), safe, Gradients(dx.astype(x.dtype), None, None)
-
-
-def _dproducts(codes: Array, labels: Array, of_all: Array, of_label: Array) -> Float[Array, "M V"]:
-    """The gradient by the products, in f32."""
-    here = jnp.arange(codes.shape[1]) == labels[:, None]
-    return jnp.where(here, of_label[:, None], of_all[:, None] * decoded(codes))
