@@ -80,8 +80,11 @@ def linear_cross_entropy(
         label_smoothing: share of the target that is spread over the whole vocabulary.
         z_loss: weight of the squared log-sum-exp.
         metrics: whether to return TokenMetrics too, at the price of two more passes over the logits.
-        implementation: "mosaic_gpu" for passes over the logits by one Hopper kernel, "xla", or None for the fastest
-            that accepts the arguments on this device.
+        implementation: "mosaic_gpu" for Hopper kernels, "xla", or None for the fastest that accepts the arguments on
+            this device. Of bf16 without softcap, label_smoothing and metrics no f32 logits are stored but their
+            exponentials, 2 bytes each, of as many more tokens at a time as the same room holds; below 2**-40 of a row's
+            reference, which is no more than its largest, they are 0 in a trained head's gradients. Else one kernel
+            passes over the logits.
 
     Returns:
         The f32 loss, in nats: one for each token, or their sum; with `metrics` a pair of it and the TokenMetrics.

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels._hopper import padded
 from pallas_kernels.linear_cross_entropy.mosaic_gpu import LOG2E
 from pallas_kernels.linear_cross_entropy.mosaic_gpu_codes import PIECE, gradients
 from pallas_kernels.linear_cross_entropy.mosaic_gpu_exponentials import exponentials, refuses_shapes
@@ -67,6 +68,7 @@ def loss_and_gradients(
     weights = jnp.ones(labels.shape, jnp.float32) if weights is None else weights
     top = _reference(x, head.weight, labels, how)
     tokens = max(how.group_tokens, 2 * how.chunk_tokens) * (2 if trained else 1)
+    tokens = min(tokens, 2**30 // head.weight.shape[0])  # so that 32 bits index a chunk's exponentials
     wide, narrow = (
         dataclasses.replace(how, chunk_tokens=size, group_tokens=size) for size in (tokens, max(1, tokens // 4))
     )
@@ -75,14 +77,13 @@ def loss_and_gradients(
         (grads, _), start = carry, starts[0]
         x_BCD = cut(x, start, size, axis=-2)
         each = (cut(array, start, size) for array in (labels, weights, top))
-        outcome, safe, parts = _chunk(x_BCD, head.weight, *each, how, trained)
+        outcome, safe, parts = _chunk(x_BCD, head.weight, *each, how=how, trained=trained)
         dx = jax.lax.dynamic_update_slice_in_dim(grads.x, parts.x, start, axis=x.ndim - 2)
-        dweight = None if grads.weight is None else grads.weight + parts.weight
+        dweight = parts.weight if grads.weight is None or parts.weight is None else grads.weight + parts.weight
         return (Gradients(dx, dweight, None), None), jax.tree.map(lambda one: one[None], (outcome, safe))
 
-    dweight = jnp.zeros(head.weight.shape, jnp.float32) if trained else None
-    none = Gradients(jnp.zeros_like(x), dweight, None)
-    grads, (outcome, safe) = over_groups(group, none, lambda size, pieces: None, labels.shape, wide)
+    none = Gradients(jnp.zeros_like(x), None, None)  # the first chunk's product is the head's gradient so far
+    grads, (outcome, safe) = over_groups(group, none, lambda size, pieces: None, labels.shape, wide, apart=trained)
     return jax.lax.cond(
         jnp.all(safe),
         lambda: (outcome, grads),
@@ -106,27 +107,29 @@ def _label_rows(weight: Array, labels: Array) -> Float[Array, "*B T D"]:
 
 
 def _chunk(
-    x: Array, weight: Array, labels: Array, weights: Array, top: Array, how: Settings, trained: bool
+    x: Array, weight: Array, labels: Array, weights: Array, top: Array, *, how: Settings, trained: bool
 ) -> tuple[Outcome, Array, Gradients]:
     """Loss, whether the exponentials are in their range, and gradients of one chunk of tokens."""
     shape, rows = labels.shape, math.prod(labels.shape)
     x_MD, labels_M = x.reshape(rows, -1), labels.reshape(rows)
+    above = top * LOG2E
     powers, others, label_product = exponentials(
-        x_MD, weight, labels_M, top.reshape(rows) * LOG2E, scale=how.scale, coded=trained
+        x_MD, weight, labels_M, above.reshape(rows), scale=how.scale, coded=trained
     )
-    others, label_logit = others.reshape(shape), how.scale * label_product.reshape(shape)
-    label_power = jnp.exp(label_logit - top)
+    others, label_product = others.reshape(shape), label_product.reshape(shape)
+    label_power = jnp.exp2(label_product * (how.scale * LOG2E) - above)
     total = others + label_power
     lse = top + jnp.log(total)
-    loss = loss_of(lse, label_logit, None, labels, weight.shape[0], how)
+    loss = loss_of(lse, how.scale * label_product, None, labels, weight.shape[0], how)
     safe = (labels == how.ignored) | (total <= (LARGEST_CODED if trained else LARGEST))
     factor = factor_of(weights, labels, how)
     more = 2 * how.z_loss * lse  # of the softmax, by the squared log-sum-exp
     of_all = jnp.where(factor == 0, 0, factor / total * (1 + more))
     of_label = jnp.where(factor == 0, 0, factor / total * (more * label_power - others))
     if trained:
-        dproducts = gradients(powers, labels_M, of_all.reshape(rows), of_label.reshape(rows))[:rows]
-        dx = jnp.einsum("mv,vd->md", dproducts, weight).reshape(x.shape)
+        dproducts = gradients(powers, labels_M, of_all.reshape(rows), of_label.reshape(rows))
+        dx = jnp.einsum("mv,vd->md", dproducts, weight)[:rows].reshape(x.shape)
+        x_MD = padded(x_MD, len(dproducts), 1)
         dweight = jnp.einsum("mv,md->vd", dproducts, x_MD, preferred_element_type=jnp.float32)
         return Outcome(loss, lse, None, None), safe, Gradients(dx, dweight, None)
     sums = jnp.einsum("mv,vd->md", powers, weight, preferred_element_type=jnp.float32)[:rows].reshape(x.shape)

@@ -172,11 +172,14 @@ def over_groups[Carry, Room, Kept](
     room: Callable[[int, int], Room],
     shape: tuple[int, ...],
     how: Settings,
+    *,
+    apart: bool = False,
 ) -> tuple[Carry, Kept]:
     """Run `group` over the last axis of `shape`, as even chunks as can be, then over the rest; join what it returns.
 
     group((carry, room), starts, size) goes through the chunks of that size that begin at starts; its room(size, pieces)
-    is made once for all groups, so that nothing clears it for each.
+    is made once for all groups, so that nothing clears it for each. With `apart` the first group is no part of a loop,
+    so that its carry may lack what it returns.
     """
     tokens, rows = shape[-1], max(1, math.prod(shape[:-1]))
     chunks = -(-tokens * rows // how.chunk_tokens)
@@ -189,8 +192,16 @@ def over_groups[Carry, Room, Kept](
         if some:
             starts = done + (jnp.arange(some * n) * of_size).reshape(some, n)
             body = functools.partial(_of_size, group, of_size)
-            (carry, _), kept = jax.lax.scan(body, (carry, room(of_size, n)), starts)
-            found.append(jax.tree.map(lambda leaf: _join(leaf.reshape(-1, *leaf.shape[2:])), kept))
+            carried, kept = (carry, room(of_size, n)), []
+            if apart and not found:
+                carried, first = body(carried, starts[0])
+                kept, starts = [jax.tree.map(lambda leaf: leaf[None], first)], starts[1:]
+            if len(starts):
+                carried, others = jax.lax.scan(body, carried, starts)
+                kept.append(others)
+            carry = carried[0]
+            joined = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *kept) if len(kept) > 1 else kept[0]
+            found.append(jax.tree.map(lambda leaf: _join(leaf.reshape(-1, *leaf.shape[2:])), joined))
             done += some * n * of_size
     return carry, jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=-1), *found)
 
