@@ -106,6 +106,17 @@ def _label_rows(weight: Array, labels: Array) -> Float[Array, "*B T D"]:
     return weight.at[inside].get(mode="promise_in_bounds").astype(jnp.float32)
 
 
+def _loss(others: Array, label_octaves: Array, lse: Array, labels: Array, vocabulary: int, how: Settings) -> Array:
+    """Each token's loss; without a difference of large numbers, of which little is left where the label is likely."""
+    label_power = jnp.exp2(label_octaves)
+    likely = others <= 2.0**20 * label_power
+    near = jnp.log1p(others / jnp.where(likely, label_power, 1))
+    far = jnp.log(others + label_power) - label_octaves / LOG2E
+    without = dataclasses.replace(how, z_loss=0.0)
+    loss = loss_of(jnp.where(likely, near, far), jnp.zeros_like(lse), None, labels, vocabulary, without)
+    return loss + jnp.where(labels == how.ignored, 0, how.z_loss * lse * lse) if how.z_loss else loss
+
+
 def _chunk(
     x: Array, weight: Array, labels: Array, weights: Array, top: Array, *, how: Settings, trained: bool
 ) -> tuple[Outcome, Array, Gradients]:
@@ -117,10 +128,11 @@ def _chunk(
         x_MD, weight, labels_M, above.reshape(rows), scale=how.scale, coded=trained
     )
     others, label_product = others.reshape(shape), label_product.reshape(shape)
-    label_power = jnp.exp2(label_product * (how.scale * LOG2E) - above)
+    label_octaves = label_product * (how.scale * LOG2E) - above
+    label_power = jnp.exp2(label_octaves)
     total = others + label_power
     lse = top + jnp.log(total)
-    loss = loss_of(lse, how.scale * label_product, None, labels, weight.shape[0], how)
+    loss = _loss(others, label_octaves, lse, labels, weight.shape[0], how)
     safe = (labels == how.ignored) | (total <= (LARGEST_CODED if trained else LARGEST))
     factor = factor_of(weights, labels, how)
     more = 2 * how.z_loss * lse  # of the softmax, by the squared log-sum-exp
