@@ -75,7 +75,7 @@ def time_step(setting: Setting, steps: int) -> dict:
 
     program, plan, state, frozen, batch = compile_step(setting)
     live, memory = sum(array.nbytes for array in jax.live_arrays()), [allocator()]
-    seconds = []
+    seconds, metrics = [], {}
     while len(seconds) < WARM_UP + steps and not (seconds and seconds[0] > LONG):
         started = time.perf_counter()
         state, metrics = program.call(state, frozen, batch)

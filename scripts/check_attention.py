@@ -39,7 +39,9 @@ MASKS: dict[str, dict[str, Any]] = {
     "causal": {},
     "full": {"causal": False},
     "window": {"window": 50},
-    "softcap": {"softcap": 5.0},
+    "softcap": {"softcap": 5.0},  # of scores around 1, so that warps take each of the ways of mosaic_gpu_tanh
+    "softcap 10": {"softcap": 10.0},
+    "softcap 30": {"softcap": 30.0},
     "documents": {"documents": True},
     "documents, window, sinks": {"documents": True, "window": 70, "sinks": True},
     "sinks, softcap": {"sinks": True, "softcap": 5.0},

@@ -1,7 +1,7 @@
 """Where a training step's time goes: the device's kernels, added up by the part of the model that they belong to.
 
 Usage: python scripts/profile_step.py [--shape llama3.1-8b] [--base nf4] [--remat full] [--batch 4x2048]
-           [--attention mosaic_gpu] [--steps 3] [--top 60]
+           [--attention mosaic_gpu] [--unfused] [--steps 3] [--top 60]
 
 Prints a table: milliseconds a step, times run a step, the kernel, the operation's name in the model. The step is that
 of bench_train.py. What is not a kernel (gaps between kernels) is the difference of the first line's two numbers.
@@ -44,12 +44,24 @@ class Kernel(NamedTuple):
 
 def sources(text: str) -> dict[str, str]:
     """HLO operation -> its name in the model, without the transformations' names that all share."""
-    found = re.findall(r'%([\w.\-]+) = .*?op_name="([^"]*)"', text)
-    return {name: re.sub(r"jit\(\w+\)/|while/body/|closed_call/", "", source) for name, source in found}
+    found: dict[str, str] = {}
+    computation, called = "", {}
+    for line in text.splitlines():
+        if header := re.match(r"(?:ENTRY )?%([\w.\-]+) \(.*\{$", line):
+            computation = header[1]
+        if operation := re.match(r'\s+(?:ROOT )?%([\w.\-]+) = .*?op_name="([^"]*)"', line):
+            source = re.sub(r"jit\(\w+\)/|while/body/|closed_call/", "", operation[2])
+            found[operation[1]] = called[computation] = source
+        elif fusion := re.match(r"\s+(?:ROOT )?%([\w.\-]+) = .*? calls=%([\w.\-]+)", line):
+            found[fusion[1]] = called.get(fusion[2], "")  # a fusion without a name has its last operation's
+    return found
 
 
 def kernels(profile: ProfileData, names: dict[str, str], steps: int) -> list[Kernel]:
-    """Kernels of every device stream, grouped by kernel and HLO operation, the longest first."""
+    """Kernels of every device stream, the longest first; those of one name and place in the model are added up.
+
+    They are the same in every layer, and where layers follow each other in the program each is an operation of its own.
+    """
     total: dict[tuple[str, str], list[float]] = defaultdict(list)
     for plane in profile.planes:
         for line in plane.lines:
@@ -57,12 +69,15 @@ def kernels(profile: ProfileData, names: dict[str, str], steps: int) -> list[Ker
                 continue
             for event in line.events:
                 operation = next((str(value) for key, value in event.stats if key == "hlo_op"), "")
-                total[event.name, operation].append(event.duration_ns / 1e6)
-    found = [
-        Kernel(sum(times) / steps, len(times) / steps, name, f"{operation} {names.get(operation, '')}")
-        for (name, operation), times in total.items()
-    ]
+                place = f"{without_number(operation)} {names.get(operation, '')}"
+                total[without_number(event.name), place].append(event.duration_ns / 1e6)
+    found = [Kernel(sum(times) / steps, len(times) / steps, name, place) for (name, place), times in total.items()]
     return sorted(found, reverse=True)
+
+
+def without_number(name: str) -> str:
+    """The name that XLA made different by numbers: loop_add_fusion of loop_add_fusion.31, or of loop_add_fusion_31."""
+    return re.sub(r"(?:[._]\d+)+$", "", name)
 
 
 def profiled(step: Callable[[], Any], compiled: Any, steps: int) -> tuple[list[Kernel], float]:
@@ -84,10 +99,12 @@ def main() -> None:
     add_options(parser)
     parser.add_argument("--remat", default="full")
     parser.add_argument("--batch", default="4x2048", help="rows x tokens")
+    parser.add_argument("--unfused", action="store_true", help="with enable_liger_kernel: false")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--top", type=int, default=60)
     options = parser.parse_args()
-    program, _, state, frozen, batch = compile_step(setting_of(options, options.batch, options.remat))
+    setting = setting_of(options, options.batch, options.remat, fused=not options.unfused)
+    program, _, state, frozen, batch = compile_step(setting)
     arguments = [state]
 
     def step() -> Any:

@@ -1,6 +1,10 @@
 """Times the grouped product's kernels on a GPU with other sizes of tiles than those that mosaic_gpu.tiles_of chooses.
 
-Usage: python scripts/tune_grouped_matmul.py [CASE ...]    (cases: pallas_kernels/grouped_matmul/cases.py; default: 4)
+Usage: python scripts/tune_grouped_matmul.py [CASE ...] [--weights] [--other FILE]
+
+Cases are those of pallas_kernels/grouped_matmul/cases.py; default: 4. With --weights only the weights' gradient is
+timed. FILE is a Python file with another version of its kernel, which is timed beside the present one's forms, such as
+`git show main:pallas_kernels/grouped_matmul/mosaic_gpu_weights.py > before.py`.
 
 A line for each case and kernel: TFLOP/s of each form, the best first. A form whose result differs from the first one's
 by more than rounding is marked WRONG; one that does not compile is named on the error stream.
@@ -8,9 +12,12 @@ by more than rounding is marked WRONG; one that does not compile is named on the
 
 from __future__ import annotations
 
+import argparse
 import functools
+import importlib.util
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +35,13 @@ DEFAULT = (
     "M16384-E8-F14336-D4096",
     "M65536-E128-F768-D2048",
 )
+WEIGHTS = {  # of the weights' gradient alone
+    "stored at once": Tiles(late=False),
+    "stored at once, 3 slots, 4 buffers": Tiles(stages=3, stores=4, late=False),
+    "depth 32, 8 slots": Tiles(depth=32, stages=8),
+    "depth 32, 7 slots, 3 buffers": Tiles(depth=32, stages=7, stores=3),
+    "depth 32, 6 slots, 4 buffers, stored at once": Tiles(depth=32, stages=6, stores=4, late=False),
+}
 FORMS = {
     "256": Tiles(),
     "256 pair": Tiles(pair=True),
@@ -47,23 +61,42 @@ def difference(got, first):
     return jnp.linalg.norm((got - first).ravel()) / jnp.linalg.norm(first.ravel())
 
 
-def main(wanted: list[str]) -> None:
+def kernel_of(path: Path):
+    """group_weights of a Python file."""
+    spec = importlib.util.spec_from_file_location("other_weights", path)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{path} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.group_weights
+
+
+def main() -> None:
     """Prints a line for each case and kernel."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("cases", nargs="*", default=DEFAULT)
+    parser.add_argument("--weights", action="store_true", help="the weights' gradient alone")
+    parser.add_argument("--other", type=Path, help="a file with another version of its kernel")
+    options = parser.parse_args()
     for case in CASES:
-        if case.name not in (wanted or DEFAULT):
+        if case.name not in options.cases:
             continue
         (x, w, sizes), _, _ = build(case)
         dy = jax.random.normal(jax.random.key(1), (x.shape[0], w.shape[1]), x.dtype)
-        kernels = {
-            "forward": (functools.partial(group_rows, transposed=True), ((x,), (w,), sizes)),
-            "dx": (functools.partial(group_rows, transposed=False), ((dy,), (w,), sizes)),
-            "dw": (functools.partial(group_weights, dtype=w.dtype), (x, dy, sizes)),
+        rows = {form: functools.partial(group_rows, tiles=tiles) for form, tiles in FORMS.items()}
+        weights = {"other": functools.partial(kernel_of(options.other), tiles=Tiles())} if options.other else {}
+        weights |= {form: functools.partial(group_weights, tiles=tiles) for form, tiles in (FORMS | WEIGHTS).items()}
+        kernels: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[Any, ...]]] = {
+            "forward": (rows, {"transposed": True}, ((x,), (w,), sizes)),
+            "dx": (rows, {"transposed": False}, ((dy,), (w,), sizes)),
+            "dw": (weights, {"dtype": w.dtype}, (x, dy, sizes)),
         }
-        for kernel, (function, args) in kernels.items():
+        for kernel in ("dw",) if options.weights else kernels:
+            forms, same, args = kernels[kernel]
             rates, first = {}, None
-            for form, tiles in FORMS.items():
+            for form, function in forms.items():
                 try:
-                    run = jax.jit(functools.partial(function, tiles=tiles)).lower(*args).compile()
+                    run = jax.jit(functools.partial(function, **same)).lower(*args).compile()
                     result = run(*args)
                     first = result if first is None else first
                     wrong = not float(difference(result, first)) < 1e-3
@@ -75,4 +108,4 @@ def main(wanted: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

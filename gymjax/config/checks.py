@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 
 from gymjax.config.ranges import out_of_range
-from gymjax.config.sections import KEPT_NAMES, REMAT, AdapterConfig, Config
+from gymjax.config.sections import KEPT_NAMES, REMAT, UNROLLED, AdapterConfig, Config
 
 Problem = tuple[tuple[str, ...], str]
 
@@ -177,6 +177,10 @@ def _mesh(config: Config) -> Iterator[Problem]:
 
 def _remat(config: Config) -> Iterator[Problem]:
     wanted = config.train.gradient_checkpointing
-    if wanted not in REMAT and not {name.strip() for name in wanted.split(",")} <= set(KEPT_NAMES):
-        known = f"{', '.join(REMAT)}, or names of {', '.join(KEPT_NAMES)} joined by commas"
+    words = {word.strip() for word in wanted.split(",")}
+    names = words - {UNROLLED}
+    if wanted not in REMAT and not (
+        names <= set(KEPT_NAMES) or (names != words and names in ({"full"}, {"selective"}))
+    ):
+        known = f"{', '.join(REMAT)}, or names of {', '.join(KEPT_NAMES)} joined by commas, with {UNROLLED} among them"
         yield ("gradient_checkpointing",), f"gradient_checkpointing must be one of {known}; is {wanted!r}"

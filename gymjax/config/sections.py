@@ -12,7 +12,12 @@ Schedule = Literal["linear", "cosine", "constant", "constant_with_warmup", "cosi
 When = Literal["no", "steps", "epoch"]
 REMAT = ("full", "none", "selective", "offload", "auto")
 # What of a layer can be kept by name.
-KEPT_NAMES = ("q", "k", "v", "attention", "attention_lse", "middle", "gate", "up")
+UNROLLED_NAMES = ("rows", "hidden")  # copies of them would cost more than making them again: for unrolled layers
+KEPT_NAMES = (
+    *("q", "k", "v", "q_product", "k_product", "attention", "attention_lse", "middle", "gate", "up"),
+    *UNROLLED_NAMES,
+)
+UNROLLED = "unrolled"  # a word beside names, "full" or "selective": layers follow each other in the program
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,10 +11,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from gymjax.config.sections import KEPT_NAMES
+from gymjax.models import remat as kept
 from gymjax.models.block import Block
 from gymjax.models.decoder_config import DecoderConfig
 from gymjax.models.offload import scan_offloaded
+from gymjax.models.unrolled import run_unrolled
 from gymjax.nn.attention import LayerCache, RopeTables
 from gymjax.nn.linear import Linear
 from gymjax.nn.norm import RMSNorm
@@ -23,13 +23,6 @@ from gymjax.nn.rope import document_lengths, rope_tables
 from gymjax.nn.routing import RouterStats
 from gymjax.optim.labels import Trained
 from pallas_kernels import Implementation
-from pallas_kernels.lora_linear import LOW_NAME
-
-SMALL_NAMES = (LOW_NAME,)  # kept whatever is recomputed: a hundredth of a layer's input
-# Attention's output and log-sum-exp get their names inside the kernels whose backward starts from them: named outside
-# too, the output would be kept twice.
-SAVED_NAMES = (*SMALL_NAMES, *KEPT_NAMES)
-REMAT = ("none", "full", "selective", "offload")
 
 
 @jax.tree_util.register_dataclass
@@ -125,8 +118,10 @@ class Decoder(nnx.Module):
             context_B: length that each row's rotary angles are made for, where RopeConfig.by_length; None: each
                 document's own length (transformers takes the longest row's for the whole batch).
             key: randomness of the adapters' dropout; None turns it off.
-            remat: "none" keeps activations, "full" recomputes whole layers, "selective" keeps SAVED_NAMES, names of
-                these joined by commas keep those, "offload" is "full" with the layers' inputs in the host's memory.
+            remat: "none" keeps activations, "full" recomputes whole layers, "selective" keeps all names but
+                UNROLLED_NAMES, names of SAVED_NAMES joined by commas keep those, "offload" is "full" with the layers'
+                inputs in the host's memory. With ",unrolled" behind them names, "full" and "selective", which then
+                keeps all, are of layers that are not scanned, see `run_unrolled`.
             attention: flash-attention implementation; None picks the fastest.
             counted_BT: tokens that count in the routers' statistics; None: none are made.
             fused_ops: norms, rotations and gates as kernels with gradients of their own; False: as plain jnp.
@@ -138,9 +133,7 @@ class Decoder(nnx.Module):
         Raises:
             ValueError: remat is no known name.
         """
-        if remat not in REMAT and not set(remat.split(",")) <= set(SAVED_NAMES):
-            names = f"{', '.join(REMAT)}, or names of {', '.join(SAVED_NAMES)} joined by commas"
-            raise ValueError(f"remat must be one of {names}, not {remat!r}")
+        kept.check(remat)
         if positions_BT is None:
             positions_BT = jnp.arange(x_BTD.shape[1])[None]
         tables = self._tables(jnp.broadcast_to(positions_BT, x_BTD.shape[:2]), segment_ids_BT, context_B)
@@ -226,8 +219,11 @@ def _scan_stack(run, blocks: nnx.List, x_BTD: Array, kv, key: jax.Array | None, 
     if remat == "offload":
         x_BTD, stats = scan_offloaded(lambda x, *layer: _drop_cache(body((x, kv), *layer)), x_BTD, trained, rest)
         return x_BTD, kv, stats
+    if kept.is_unrolled(remat):
+        (x_BTD, kv), stats = run_unrolled(body, (x_BTD, kv), trained, rest, kept.policy(remat))
+        return x_BTD, kv, stats
     if remat != "none":
-        body = jax.checkpoint(body, prevent_cse=False, policy=_kept(remat))
+        body = jax.checkpoint(body, prevent_cse=False, policy=kept.policy(remat))
     (x_BTD, kv), stats = jax.lax.scan(lambda carry, layer: body(carry, *layer), (x_BTD, kv), (trained, rest))
     return x_BTD, kv, stats
 
@@ -236,15 +232,6 @@ def _drop_cache(result):
     """(states, statistics) of ((states, cache), statistics): there is no cache while training."""
     (x_BTD, _), stats = result
     return x_BTD, stats
-
-
-def _kept(remat: str) -> Callable[..., Any]:
-    """What of a layer's forward pass the backward finds, beside the layer's input."""
-    if remat in ("full", "selective"):
-        names = SMALL_NAMES if remat == "full" else SAVED_NAMES
-    else:
-        names = (*SMALL_NAMES, *remat.split(","))
-    return jax.checkpoint_policies.save_only_these_names(*names)
 
 
 def _run_group(blocks, x_BTD, kv, *, layer, key, tables, segment_ids_BT, attention, length, counted_BT, fused_ops):

@@ -203,6 +203,8 @@ class Attention(nnx.Module):
             q, k, v = jnp.split(self.qkv(x_BTD, keys[0]), ends, axis=-1)
         else:
             q, k, v = project(x_BTD, (self.q, self.k, self.v), keys[:3])
+            if self.qk_norm != "none":  # their norms' backward passes want what is normalised
+                q, k = checkpoint_name(q, "q_product"), checkpoint_name(k, "k_product")
         if self.qk_norm == "projection":
             q, k = self.q_norm(q, fused_ops=fused_ops), self.k_norm(k, fused_ops=fused_ops)
         q_BTNH, k_BTKH, v_BTKH = (part.reshape(B, T, -1, self.head_dim) for part in (q, k, v))

@@ -16,6 +16,7 @@ from gymjax.nn.linear import Linear
 from gymjax.nn.mlp import GatedMLP
 from gymjax.nn.ops import layer_ops
 from gymjax.nn.routing import (
+    ROUTING_NAME,
     Dispatch,
     RouterStats,
     combine,
@@ -182,16 +183,17 @@ class MoE(nnx.Module):
     def _experts(
         self, x_MD: Float[Array, "M D"], expert_Mk: Int[Array, "M k"], weight_Mk: Float[Array, "M k"]
     ) -> Float[Array, "M D"]:
-        to = dispatch(expert_Mk, self.cfg.experts)
+        to = jax.tree.map(lambda index: checkpoint_name(index, ROUTING_NAME), dispatch(expert_Mk, self.cfg.experts))
 
         def experts(x_MD: Array, weight_Mk: Array) -> Array:
-            rows = scatter(x_MD, to)
+            rows = checkpoint_name(scatter(x_MD, to), "rows")
             gate, up = apply_experts(rows, (self.gate, self.up), to)
             gate, up = checkpoint_name(gate, "gate"), checkpoint_name(up, "up")
             # Plain jnp in f32: compilers make one pass of it with the weights, and one of all its gradients.
             activation = self.cfg.activation or layer_ops(fused_ops=False).swiglu
             weight = weights_of_rows(weight_Mk, to)[:, None]
             hidden = (activation(gate.astype(jnp.float32), up.astype(jnp.float32)) * weight).astype(x_MD.dtype)
+            hidden = checkpoint_name(hidden, "hidden")
             return combine(apply_experts(hidden, (self.down,), to, weight)[0], to)
 
         kept = jax.checkpoint_policies.save_only_these_names("gate", "up", LOW_NAME)

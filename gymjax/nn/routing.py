@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
+
+ROUTING_NAME = "routing"  # of all that the backward pass wants of a router's choice, so that it does not choose again
 
 
 @jax.custom_vjp
@@ -59,11 +63,39 @@ def route(
     of the chosen experts' logits: choosing before or after the softmax makes no difference then. Equal logits go to the
     lower expert. Source: arXiv 1701.06538, eq. 3 to 5 (renormalised); 2409.02060, eq. 2 (not).
     """
-    top_Mk, expert_Mk = jax.lax.top_k(logits_ME.astype(jnp.float32), top_k)
+    return _route(logits_ME.astype(jnp.float32), top_k, renormalize)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _route(logits_ME: Array, top_k: int, renormalize: bool) -> tuple[Array, Array]:
+    top_Mk, expert_Mk = jax.lax.top_k(logits_ME, top_k)
     if renormalize:
         return expert_Mk, jax.nn.softmax(top_Mk, axis=-1)
-    total_M1 = jax.nn.logsumexp(logits_ME.astype(jnp.float32), axis=-1, keepdims=True)
+    total_M1 = jax.nn.logsumexp(logits_ME, axis=-1, keepdims=True)
     return expert_Mk, jnp.exp(top_Mk - total_M1)
+
+
+def _route_fwd(logits_ME: Array, top_k: int, renormalize: bool):
+    logits_ME = checkpoint_name(logits_ME, ROUTING_NAME)
+    expert_Mk, weight_Mk = (checkpoint_name(x, ROUTING_NAME) for x in _route(logits_ME, top_k, renormalize))
+    return (expert_Mk, weight_Mk), (logits_ME, expert_Mk, weight_Mk)
+
+
+def _route_bwd(top_k: int, renormalize: bool, residuals: tuple[Array, Array, Array], dys: tuple[Array, Array]):
+    """`w * (dw - sum(w * dw))` over the experts that the softmax is over: the chosen, or all, dw 0 for the others."""
+    del top_k
+    logits_ME, expert_Mk, weight_Mk = residuals
+    grad_Mk = weight_Mk * dys[1]
+    total_M1 = jnp.sum(grad_Mk, axis=1, keepdims=True)
+    if renormalize:
+        grad_Mk -= weight_Mk * total_M1
+    experts = jnp.arange(logits_ME.shape[1], dtype=expert_Mk.dtype)
+    # by comparison: a scatter adds with atomics
+    dlogits_ME = jnp.sum(jnp.where(expert_Mk[..., None] == experts, grad_Mk[..., None], 0), axis=1)
+    return (dlogits_ME if renormalize else dlogits_ME - jax.nn.softmax(logits_ME, axis=-1) * total_M1,)
+
+
+_route.defvjp(_route_fwd, _route_bwd)
 
 
 @jax.tree_util.register_dataclass

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from gymjax.losses.sft import CHUNK_TOKENS, GROUP_TOKENS
-from gymjax.models.decoder import SAVED_NAMES
 from gymjax.models.decoder_config import DecoderConfig, LayerKind, Stack
+from gymjax.models.remat import kept_names
 from gymjax.nn.mlp import CHUNK
 from gymjax.optim.labels import Trained
 from gymjax.training.workload import Workload, attention_name, device_bytes
@@ -90,7 +90,7 @@ def _backward_elements(work: Workload, kind: LayerKind, remat: str) -> int:
     arrays = 4 + (chunks > 1) - ("middle" in kept_names(remat))  # chunks' gradients are joined
     stream = arrays * cfg.width * work.tokens
     if kind.experts is not None:  # the sorted copy of the tokens, and its gradient
-        stream += 2 * kind.experts.top_k * cfg.width * work.tokens
+        stream += (2 - ("rows" in kept_names(remat))) * kind.experts.top_k * cfg.width * work.tokens
     return ffn + stream + _attention_elements(work, remat)
 
 
@@ -117,13 +117,6 @@ def ffn_elements(cfg: DecoderConfig, kind: LayerKind) -> int:
     return cfg.ffn_width if moe is None else moe.top_k * moe.ffn_width + (moe.shared_ffn_width or 0)
 
 
-def kept_names(remat: str) -> frozenset[str]:
-    """Names that a layer's forward pass keeps; what "none" keeps beside them has none."""
-    if remat in ("none", "selective"):
-        return frozenset(SAVED_NAMES)
-    return frozenset() if remat in ("full", "offload") else frozenset(remat.split(","))
-
-
 def _unpacked_bytes(work: Workload) -> int:
     """Of a layer's largest weight the copies beside it.
 
@@ -140,6 +133,13 @@ def _unpacked_elements(weight: Any, dtype: jnp.dtype) -> int:
         copies = 1 if refuses(weight, dtype) is None else 3
         return copies * math.prod((*weight.codes.shape[1:-1], *weight.shape))
     return math.prod(weight.shape[1:])
+
+
+def cast_bytes(work: Workload) -> int:
+    """Of the layers' trained weights in the compute dtype, where they are stored in another."""
+    leaves = jax.tree.leaves(work.state.params.get("stacks", {}))
+    cast = [leaf for leaf in leaves if leaf.ndim > 2 and leaf.dtype != work.dtype]
+    return sum(device_bytes(leaf) // leaf.dtype.itemsize for leaf in cast) * work.dtype.itemsize
 
 
 def update_bytes(work: Workload) -> int:

@@ -19,10 +19,12 @@ def router_loss(
         stats: of the microbatch.
         counts_LE: tokens sent to each expert in the global batch.
         tokens: of the global batch, without padding.
-        balance: coefficient, likewise z.
+        balance: coefficient, likewise z; a loss whose coefficient is 0 is not computed.
     """
-    loss = balance * load_balancing_loss(expert_fractions(counts_LE), stats.probs, tokens)
-    return loss + z * router_z_loss(stats.z, tokens)
+    loss = jnp.zeros(())
+    if balance:
+        loss += balance * load_balancing_loss(expert_fractions(counts_LE), stats.probs, tokens)
+    return loss + z * router_z_loss(stats.z, tokens) if z else loss
 
 
 def router_metrics(stats: RouterStats, tokens: Array) -> dict[str, jax.Array]:

@@ -54,6 +54,8 @@ TINY = (
 )
 
 CASES = (
+    _case("B64-S256-N32-K8-D128-causal", 64, 256, 32, 8, 128),
+    _case("B32-S512-N32-K8-D128-causal", 32, 512, 32, 8, 128),
     _case("B4-S2048-N32-K8-D128-causal", 4, 2048, 32, 8, 128),
     _case("B4-S4096-N32-K8-D128-causal", 4, 4096, 32, 8, 128),
     _case("B4-S4096-N32-K8-D128-causal-pair", 4, 4096, 32, 8, 128, deterministic=True),

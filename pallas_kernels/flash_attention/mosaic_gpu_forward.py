@@ -5,6 +5,8 @@ second needs for an item's last values comes with the first's scores of the next
 have no slot before both have finished this one (items=1), at the first's end of this one.
 """
 
+import functools
+
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -33,7 +35,7 @@ def forward_tiles(q, k, v, lo, hi, sinks=None, *, scores: Scores, tiles: Forward
         (out (B, T, N, H), lse (B, N, T) f32): lse is the base-2 logarithm of the sum of exponentials of the scores, the
         sink's included, +inf where there is none.
     """
-    call, width = Forward.of(q, k, lo, scores, tiles), q.shape[-1]
+    call, width = Forward.of(q, k, lo, sinks, scores, tiles), q.shape[-1]
     block_q, block_kv, stages = tiles.block_q, tiles.block_kv, tiles.stages
     ranges, one_slot = key_tiles(lo, hi, call.rows, block_kv), tiles.items == 1
 
@@ -90,9 +92,10 @@ def forward_tiles(q, k, v, lo, hi, sinks=None, *, scores: Scores, tiles: Forward
                         leave_word()
                         return acc_ref[...]
 
-                    score = scores.squash(pl.run_scoped(multiply, plgpu.ACC((block_q, block_kv), jnp.float32)))
+                    score = pl.run_scoped(multiply, plgpu.ACC((block_q, block_kv), jnp.float32))
                     plgpu.barrier_arrive(k_free.at[slot])
-                    carry, weight16 = call.soften(score, carry, call.seen(index, lo_q, hi_q) if masked else None)
+                    seen = functools.partial(call.seen, index, lo_q, hi_q) if masked else None
+                    carry, weight16 = call.soften(score, carry, seen)
                     plgpu.barrier_wait(v_ready.at[slot])
                     await_word()
 

@@ -6,6 +6,7 @@ for its values, its scores are under way already; its turn ends with its values.
 multiplied in vain, so that no step is special, and every item visits at least one tile.
 """
 
+import functools
 from typing import Any
 
 import jax.experimental.pallas as pl
@@ -21,7 +22,7 @@ from pallas_kernels.flash_attention.mosaic_gpu_tiles import Scores, accumulate, 
 
 def forward_ahead(q, k, v, lo, hi, sinks=None, *, scores: Scores, tiles: ForwardTiles):
     """As `forward_tiles`."""
-    call, width = Forward.of(q, k, lo, scores, tiles), q.shape[-1]
+    call, width = Forward.of(q, k, lo, sinks, scores, tiles), q.shape[-1]
     block_q, block_kv, stages = tiles.block_q, tiles.block_kv, tiles.stages
     ranges = at_least_one(key_tiles(lo, hi, call.rows, block_kv), call.keys // block_kv)
 
@@ -71,8 +72,8 @@ def forward_ahead(q, k, v, lo, hi, sinks=None, *, scores: Scores, tiles: Forward
                     score = carry[3]
                     done = visited + index - begin
                     slot, next_slot = (lax.rem(done + i, jnp.int32(stages)) for i in (0, 1))
-                    seen = call.seen(index, lo_q, hi_q) if masked else None
-                    (acc, top, total), weight16 = call.soften(scores.squash(score), carry[:3], seen)
+                    seen = functools.partial(call.seen, index, lo_q, hi_q) if masked else None
+                    (acc, top, total), weight16 = call.soften(score, carry[:3], seen)
                     next_q = q_slot
                     if last:
                         more = n + 1 < mine

@@ -3,9 +3,11 @@
 An item of work is 2 * block_q queries of one head. The memory warpgroup streams tiles of K and V through a ring of
 `stages` shared-memory slots; each compute warpgroup multiplies its block_q queries with every tile (scores in
 registers), keeps the running maximum and sum of a base-2 softmax, and accumulates P @ V. The two take turns on the
-tensor cores: while one exponentiates, the other multiplies (FlashAttention-3, arXiv 2407.08608, section 3.1).
+tensor cores: while one exponentiates, the other multiplies (FlashAttention-3, arXiv 2407.08608, section 3.1). Capped
+scores need no maximum where the powers of two of all that the cap leaves are ordinary numbers.
 
-There are as many blocks as the GPU runs at a time; each does every `blocks`-th item, longest first, and loads the next
+There are as many blocks as the GPU runs at a time, which take the items in rounds, longest first. Every other round
+goes through the blocks backwards: otherwise the first block would have the longest item of each. A block loads its next
 item's tiles while it finishes this one's.
 """
 
@@ -23,6 +25,7 @@ from pallas_kernels._hopper import WARPGROUPS, filled, launch, swizzled
 from pallas_kernels.flash_attention.bounds import longest_first
 from pallas_kernels.flash_attention.mosaic_gpu_tiles import LOG2E, Scores, index_along
 
+BOUNDED = 80.0  # of scores in base 2 (a cap of 55): sums of 2**20 of their powers and values of 2**20 fit f32
 LOWEST = -1e30  # start of the running maximum: finite, so that a row that has seen no key makes no NaN
 
 
@@ -67,6 +70,7 @@ class Forward:
         kv_heads: K.
         dtype: of q, k and v.
         shared: whether all rows have the bounds of the first.
+        bounded: whether the powers of two of scores fit f32 and 16 bits as they are, so that no maximum is subtracted.
         scores: from products to scores.
         tiles: sizes of tiles.
     """
@@ -76,13 +80,16 @@ class Forward:
     kv_heads: int
     dtype: jnp.dtype
     shared: bool
+    bounded: bool
     scores: Scores
     tiles: ForwardTiles
 
     @classmethod
-    def of(cls, q, k, lo, scores: Scores, tiles: ForwardTiles) -> "Forward":
+    def of(cls, q, k, lo, sinks, scores: Scores, tiles: ForwardTiles) -> "Forward":
         """The call of these arrays; T must be a multiple of 2 * block_q and S of block_kv."""
-        call = cls(q.shape, k.shape[1], k.shape[2], q.dtype, lo.shape[0] == 1, scores, tiles)
+        bounded = q.dtype == jnp.bfloat16 and sinks is None and scores.bound <= BOUNDED
+        bounded &= k.shape[1] > tiles.block_kv  # a weight that is not exactly 1 would show where keys are few
+        call = cls(q.shape, k.shape[1], k.shape[2], q.dtype, lo.shape[0] == 1, bounded, scores, tiles)
         if call.shape[1] % call.rows or call.keys % tiles.block_kv:
             raise ValueError(
                 f"T={call.shape[1]} must be a multiple of {call.rows} and S={call.keys} of {tiles.block_kv}; pad them"
@@ -107,13 +114,18 @@ class Forward:
 
     def of_block(self, block):
         """How many items a block has."""
-        return lax.div(self.items - block + (self.blocks - 1), jnp.int32(self.blocks))
+        whole_rounds = jnp.int32(self.items // self.blocks)
+        return whole_rounds + (self.number(block, whole_rounds) < self.items).astype(jnp.int32)
+
+    def number(self, block, n):
+        """Which item a block does in round n."""
+        return n * self.blocks + jnp.where(lax.rem(n, jnp.int32(2)) == 0, block, self.blocks - 1 - block)
 
     def item(self, ranges_ref, work_ref, block, n) -> Item:
         """The n-th item of a block."""
         _, tokens, heads, _ = self.shape
         q_tiles = tokens // self.rows
-        number = block + n * self.blocks
+        number = self.number(block, n)
         place = work_ref[lax.div(number, jnp.int32(heads))]
         row, q_tile = lax.div(place, jnp.int32(q_tiles)), lax.rem(place, jnp.int32(q_tiles))
         span = tuple(ranges_ref[self.bounds_row(row), q_tile, i] for i in range(4))
@@ -127,20 +139,29 @@ class Forward:
     def start(self, sinks_ref, head):
         """(running maximum, running sum) of no keys; a sink is a key that has been seen before the first one."""
         shape = (self.tiles.block_q,)
-        return filled(shape, sinks_ref[0][head] if sinks_ref else LOWEST), filled(shape, 1.0 if sinks_ref else 0.0)
+        top = sinks_ref[0][head] if sinks_ref else 0.0 if self.bounded else LOWEST
+        return filled(shape, top), filled(shape, 1.0 if sinks_ref else 0.0)
 
-    def soften(self, score, carry, seen=None):
-        """The softmax of one tile of squashed scores: ((acc, maximum, sum) so far, scaled, and its weights in 16 bits).
+    def soften(self, product, carry, seen=None):
+        """The softmax of one tile of products: ((acc, maximum, sum) so far, scaled, and its weights in 16 bits).
 
         Args:
-            score: (block_q, block_kv) f32.
+            product: (block_q, block_kv) f32, of queries and keys.
             carry: (acc, maximum, sum) of the tiles before.
-            seen: which scores count; None for all.
+            seen: tells which scores count, when asked; None for all.
         """
         acc, top, total = carry
-        factor = self.scores.factor
+        if self.bounded:
+            weight = self.scores.weight(product)
+            if seen is not None:
+                weight = jnp.where(seen(), weight, 0.0)
+            total += weight.sum(axis=1)
+            weight16 = weight.astype(self.dtype)
+            total, weight16 = lax.optimization_barrier((total, weight16))
+            return (acc, top, total), weight16
+        score, factor = self.scores.squash(product), self.scores.factor
         if seen is not None:
-            score = jnp.where(seen, score, -jnp.inf)
+            score = jnp.where(seen(), score, -jnp.inf)
         new_top = jnp.maximum(top, score.max(axis=1) * factor)
         shrink = jnp.exp2(top - new_top)
         weight = jnp.exp2(score * factor - lax.broadcast_in_dim(new_top, score.shape, [0]))

@@ -8,7 +8,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.flash_attention.mosaic_gpu_tanh import tanh
+from pallas_kernels.flash_attention.mosaic_gpu_tanh import power_of_tanh, tanh
 
 LOG2E = math.log2(math.e)
 
@@ -35,6 +35,17 @@ class Scores:
         if self.softcap is None:
             return product
         return tanh(product, self.scale / self.softcap, staged=self.staged)
+
+    @property
+    def bound(self) -> float:
+        """What no score's size is beyond."""
+        return math.inf if self.softcap is None else self.factor
+
+    def weight(self, product):
+        """Two to the power of the score."""
+        if self.softcap is None:
+            return jnp.exp2(product * self.factor)
+        return power_of_tanh(product, self.scale / self.softcap, self.factor, staged=self.staged)
 
     def chain(self, weight, squashed):
         """`weight` times the derivative of the score by `scale * p`."""

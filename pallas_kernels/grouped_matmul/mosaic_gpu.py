@@ -19,6 +19,9 @@ from pallas_kernels.grouped_matmul.mosaic_gpu_work import HALF
 SHARED = 196_608  # bytes of shared memory for slots; the rest holds results on their way out, and barriers
 COLUMNS = (256, 192, 128, 64)
 MOST_STAGES = 8
+# Traced and lowered once for each set of shapes, of which a layer has few and a model with unrolled layers no more.
+_group_rows = jax.jit(group_rows, static_argnames=("transposed", "tiles"))
+_group_weights = jax.jit(group_weights, static_argnames=("dtype", "tiles"))
 
 
 def refuses(x: Array | jax.ShapeDtypeStruct, w: Array | jax.ShapeDtypeStruct) -> str | None:
@@ -56,7 +59,7 @@ def products(
     width = ws[0].shape[axis]
     xs = tuple(padded(x, _row_count(rows, 1), DEPTH) for x in xs)
     ws = tuple(padded(w.astype(dtype), 1, DEPTH, DEPTH) for w in ws)
-    kernel = functools.partial(group_rows, transposed=transposed, tiles=tiles_of(ws[0].shape[axis], staged))
+    kernel = functools.partial(_group_rows, transposed=transposed, tiles=tiles_of(ws[0].shape[axis], staged))
     return run_once(sequential_vmap(kernel)(xs, ws, sizes))[:rows, :width]
 
 
@@ -67,7 +70,7 @@ def backward_w(
     narrow = dtype if dtype in (jnp.bfloat16, jnp.float16, jnp.float32) else jnp.dtype(jnp.float32)
     width, height = x.shape[1], dy.shape[1]
     x, dy = (padded(array, _row_count(len(array), ALIGNED), DEPTH) for array in (x, dy))
-    kernel = functools.partial(group_weights, dtype=narrow, tiles=tiles_of(x.shape[1], staged))
+    kernel = functools.partial(_group_weights, dtype=narrow, tiles=tiles_of(x.shape[1], staged))
     return sequential_vmap(kernel)(x, dy, sizes)[:, :height, :width].astype(dtype)
 
 
@@ -79,7 +82,9 @@ def tiles_of(width: int, staged: bool) -> Tiles:
     columns = min(COLUMNS, key=lambda c: -(-width // c) * (c + 64))
     stages = min(MOST_STAGES, SHARED // (2 * DEPTH * (2 * HALF + columns)))
     # few blocks in the interpreter, so that it meets one with several tiles, and few slots, so that it reuses them
-    return Tiles(columns, stages=2, blocks=2, staged=True) if staged else Tiles(columns, stages)
+    if staged:
+        return Tiles(columns, stages=3, blocks=2, staged=True)
+    return Tiles(columns, stages, blocks=_platform.multiprocessors())
 
 
 def _row_count(rows: int, multiple: int) -> int:

@@ -34,6 +34,9 @@ class Tiles:
         band: tiles along the rows of a band, see mosaic_gpu_work.
         blocks: that share the work; None for as many as the GPU has multiprocessors.
         pair: whether the blocks of a cluster of two take neighbouring tiles and share what both read.
+        stores: buffers of each compute warpgroup for results on their way out.
+        depth: rows of a slot of the weights' gradient, 64 or 32: those that one product sums over, by the swizzle.
+        late: whether a tile of the weights' gradient, if 16 bit, is stored during the next one's products.
         staged: whether the kernel is for the interpreter, which knows no two views of the same shared memory.
     """
 
@@ -42,6 +45,9 @@ class Tiles:
     band: int = BAND
     blocks: int | None = None
     pair: bool = False
+    stores: int = 2
+    depth: int = DEPTH
+    late: bool = True
     staged: bool = False
 
 
@@ -157,7 +163,7 @@ def group_rows(xs: Sequence[jax.Array], ws: Sequence[jax.Array], sizes, *, trans
         (
             x_tiles if tiles.staged else plgpu.RefUnion(x_rows, x_tiles),
             plgpu.SMEM((stages, *w_tile), dtype, transforms=swizzled(w_tile[1])),
-            store_buffers(dtype),
+            store_buffers(dtype, tiles.stores),
             plgpu.Barrier(num_arrivals=WARPGROUPS + 1, num_barriers=stages),
             free_slots(tiles),
         ),
@@ -211,10 +217,10 @@ def free_slots(tiles: Tiles):
     return plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=tiles.stages)
 
 
-def store_buffers(dtype):
-    """Two buffers of each compute warpgroup for store_rows: 64 rows of 128 bytes."""
+def store_buffers(dtype, stores: int = 2):
+    """Buffers of each compute warpgroup for store_part: 64 rows of 128 bytes."""
     width = 128 // jnp.dtype(dtype).itemsize
-    return plgpu.SMEM((WARPGROUPS, 2, HALF, width), dtype, transforms=swizzled(width, dtype)[1:])
+    return plgpu.SMEM((WARPGROUPS, stores, HALF, width), dtype, transforms=swizzled(width, dtype)[1:])
 
 
 def store_rows(sums, buffers, target, row, column, stored=None):
@@ -222,19 +228,40 @@ def store_rows(sums, buffers, target, row, column, stored=None):
 
     `stored` is how many rows are, a power of two, or None for all. What lies beyond the target's edge is left out.
     """
-    width = buffers.shape[-1]
-    for index in range(sums.shape[1] // width):
-        buffer = buffers.at[index % 2]
-        if index != 1:  # this buffer has been read; at first both have, as the last tile may have ended with either
-            plgpu.wait_smem_to_gmem(min(index, 1), wait_read_only=True)
-        buffer[...] = sums[:, index * width : (index + 1) * width].astype(target.dtype)
-        plgpu.commit_smem()
+    for index in range(parts_of(sums, buffers)):
+        store_part(index, sums, buffers, target, row, column, stored)
 
-        def copy(rows, buffer=buffer, first=column + index * width):
-            plgpu.copy_smem_to_gmem(buffer.at[pl.ds(0, rows)], target.at[pl.ds(row, rows), pl.ds(first, width)])
 
-        if stored is None:
-            copy(HALF)
-        else:
-            for rows in (HALF >> bit for bit in range(7)):
-                pl.when(stored == rows)(lambda rows=rows, copy=copy: copy(rows))
+def parts_of(sums, buffers) -> int:
+    """How many parts, each the width of a buffer, a tile is stored in."""
+    return sums.shape[1] // buffers.shape[-1]
+
+
+def store_part(index, sums, buffers, target, row, column, stored=None):
+    """Stores the index-th part of a tile, see store_rows; a tile's parts are stored in their order."""
+    count, (stores, _, width) = parts_of(sums, buffers), buffers.shape
+    buffer = buffers.at[index % stores]
+    plgpu.wait_smem_to_gmem(stores_behind(index, count, stores), wait_read_only=True)
+    buffer[...] = sums[:, index * width : (index + 1) * width].astype(target.dtype)
+    plgpu.commit_smem()
+
+    def copy(rows):
+        place = target.at[pl.ds(row, rows), pl.ds(column + index * width, width)]
+        plgpu.copy_smem_to_gmem(buffer.at[pl.ds(0, rows)], place)
+
+    if stored is None:
+        copy(HALF)
+    else:
+        for rows in (HALF >> bit for bit in range(7)):
+            pl.when(stored == rows)(lambda rows=rows: copy(rows))
+
+
+def stores_behind(index: int, count: int, stores: int) -> int:
+    """How many parts are stored between the last one that had the index-th part's buffer and this one.
+
+    That one is of the same tile or of the one before, of `count` parts too.
+    """
+    if index >= stores:
+        return stores - 1
+    last = index + (count - 1 - index) // stores * stores
+    return count - 1 - last + index

@@ -36,7 +36,7 @@ from pallas_kernels.nf4_linear.reference import NESTED_BLOCK
 
 WIDEST = 2048  # elements of a tile's row, which are 4 KiB of the result in one piece
 DTYPES = ("bfloat16", "float16")
-FUSED_ROWS = 2048  # of x, up to which decoding inside the product costs less than writing the decoded weight
+FUSED_ROWS = 64  # of x, up to which decoding inside the product costs less than writing the decoded weight
 
 Packed = tuple[Array, Array, Array | None, Array | None]
 """NF4Weight's codes, absmax, nested_absmax and offset, of one layer."""

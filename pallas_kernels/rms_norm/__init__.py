@@ -1,5 +1,5 @@
 """Root-mean-square normalisation."""
 
-from pallas_kernels.rms_norm.api import add_rms_norm, explain, rms_norm, rms_norm_residual
+from pallas_kernels.rms_norm.api import RRMS_NAME, add_rms_norm, explain, rms_norm, rms_norm_residual
 
-__all__ = ["add_rms_norm", "explain", "rms_norm", "rms_norm_residual"]
+__all__ = ["RRMS_NAME", "add_rms_norm", "explain", "rms_norm", "rms_norm_residual"]

@@ -5,11 +5,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jaxtyping import Array, Float
 
 from pallas_kernels import Implementation, _dispatch
+from pallas_kernels._hopper import run_once
 from pallas_kernels.rms_norm import mosaic_gpu, reference
+
+# Of a number a row that the backward pass needs: where it is kept, no norm runs again but for its result.
+RRMS_NAME = "norm_rrms"
 
 _ADDED = {"mosaic_gpu": mosaic_gpu.forward_added, "xla": reference.forward_added}
 _FORWARD = {"mosaic_gpu": mosaic_gpu.forward, "xla": reference.forward}
@@ -140,6 +145,7 @@ class _Kept(NamedTuple):
 
     @classmethod
     def of(cls, x: Array, scale: CustomVJPPrimal, rrms: Array) -> "_Kept":
+        rrms = checkpoint_name(run_once(rrms), RRMS_NAME)
         return cls(x, scale.value, rrms, None if scale.perturbed else ())
 
 

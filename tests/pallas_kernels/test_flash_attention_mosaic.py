@@ -6,6 +6,7 @@ both through shared memory. What the real kernels' schedule adds is checked on t
 
 import dataclasses
 import importlib.metadata
+import itertools
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -16,6 +17,8 @@ import pytest
 from pallas_kernels import _platform
 from pallas_kernels.flash_attention import explain, flash_attention, mosaic_gpu
 from pallas_kernels.flash_attention.bounds import key_tiles, number_documents, query_tiles, row_bounds
+from pallas_kernels.flash_attention.mosaic_gpu_items import Forward, ForwardTiles
+from pallas_kernels.flash_attention.mosaic_gpu_tiles import Scores
 from pallas_kernels.flash_attention.reference import attention_mask
 
 
@@ -96,6 +99,8 @@ CASES = {
     "width 96": Shape(130, width=96, documents=(70, 50), heads=2, kv_heads=1),
     "width 256, three items a block": Shape(130, width=256, heads=3, kv_heads=1),
     "soft-cap, documents": Shape(140, softcap=2.0, documents=(70, 60), heads=2, kv_heads=1),
+    "width 128, soft-cap": Shape(140, width=128, softcap=2.0, heads=2, kv_heads=1),
+    "a soft-cap beyond what is raised as it is": Shape(70, softcap=60.0),
     "width 128, soft-cap and sinks": Shape(
         140, width=128, softcap=2.0, sinks=True, heads=2, kv_heads=1, dtype=jnp.float16
     ),
@@ -148,14 +153,17 @@ def test_interpreted_kernels(name, capfd):
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
-@pytest.mark.parametrize("width", mosaic_gpu.WIDTHS)
-def test_the_kernels_of_the_gpu_lower(width, deterministic):
-    """What the interpreter cannot run: products from registers, sums in place, adding copies."""
+@pytest.mark.parametrize(
+    ("softcap", "width"), [*itertools.product((None, 30.0), mosaic_gpu.WIDTHS), (1e25, mosaic_gpu.WIDTHS[0])]
+)
+def test_the_kernels_of_the_gpu_lower(softcap, width, deterministic):
+    """What the interpreter cannot run: products from registers, sums in place, adding copies, inline assembly."""
     q, k = (jax.ShapeDtypeStruct((1, 256, heads, width), jnp.bfloat16) for heads in (4, 2))
-    sinks = jax.ShapeDtypeStruct((4,), jnp.float32)
+    sinks = jax.ShapeDtypeStruct((4,), jnp.float32) if softcap is None else None
 
     def gradients(q, k, v, sinks, dout):
-        options = {"causal": True, "window": 100, "segment_ids": None, "scale": 0.1, "deterministic": deterministic}
+        options = {"causal": True, "window": 100, "segment_ids": None, "scale": 0.1}
+        options |= {"softcap": softcap, "deterministic": deterministic}
         return jax.vjp(lambda *args: mosaic_gpu.forward(*args[:3], sinks=args[3], **options)[0], q, k, v, sinks)[1](
             dout
         )
@@ -194,6 +202,18 @@ def test_ranges_hold_every_visible_tile_and_clear_ones_are_clear():
                     assert clear[clear_begin:clear_end].all()
 
 
+@pytest.mark.parametrize(("items", "blocks"), [(1024, 132), (132, 132), (7, 7), (1000, 7), (3, 2)])
+def test_blocks_share_the_items_of_the_forward_evenly(items, blocks):
+    """Each item once; of items as long as causal rows' no block has more than the others by over the longest one."""
+    q, lo = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1, 128, items, 64), (1, 128)))
+    tiles = ForwardTiles(blocks=blocks)
+    call = Forward.of(q, q, lo, None, Scores(1.0), tiles)
+    of_block = [[int(call.number(b, jnp.int32(n))) for n in range(call.of_block(b))] for b in range(blocks)]
+    assert sorted(number for numbers in of_block for number in numbers) == list(range(items))
+    loads = [sum(items - number for number in numbers) for numbers in of_block]
+    assert max(loads) - min(loads) <= items
+
+
 def test_a_document_is_a_run_of_equal_ids():
     np.testing.assert_array_equal(number_documents(jnp.asarray([[7, 7, 0, 7, 2, 2, 0]])), [[1, 1, 0, 3, 4, 4, 0]])
     q = jax.random.normal(jax.random.key(0), (1, 6, 1, 8))
@@ -221,7 +241,7 @@ def test_refusals(change, message):
 
 @pytest.mark.parametrize("width", mosaic_gpu.WIDTHS)
 def test_hopper_picks_ours_for_packed_rows_and_long_ones_and_cudnn_for_short_ones(width, monkeypatch):
-    short, long = (jax.ShapeDtypeStruct((1, tokens, 2, width), jnp.bfloat16) for tokens in (512, 513))
+    short, long = (jax.ShapeDtypeStruct((1, tokens, 2, width), jnp.bfloat16) for tokens in (255, 256))
     monkeypatch.setattr("pallas_kernels._platform.compute_capability", lambda: (9, 0))
     assert explain(short, short, packed=True) == explain(long, long) == "flash_attention: mosaic_gpu"
     assert explain(short, short) == "flash_attention: cudnn"

@@ -34,6 +34,7 @@ def run(assembly: str, source: np.ndarray) -> np.ndarray:
         "min": np.minimum,  # as the assembly's, these keep a NaN
         "max": np.maximum,
         "rcp": lambda a: np.float32(1) / a,
+        "ex2": np.exp2,
     }
 
     def value(name: str) -> np.ndarray:
@@ -41,7 +42,7 @@ def run(assembly: str, source: np.ndarray) -> np.ndarray:
             return registers[name]
         return np.full_like(source, np.frombuffer(bytes.fromhex(name[2:]), ">f4")[0])
 
-    for line in assembly.strip("{} ").split(";"):
+    for line in re.split("[{};]", assembly):
         if line.strip() and not line.strip().startswith(".reg"):
             operation, target, *sources = re.split(r"[ ,]+", line.strip())
             with np.errstate(over="ignore", under="ignore", invalid="ignore"):
@@ -54,6 +55,8 @@ def test_array_operations():
     result = mosaic_gpu_tanh.tanh(jnp.asarray(x, jnp.float32), 1.0, staged=True)
     assert_right(result, np.tanh(x.astype(np.float32).astype(np.float64)))
     assert np.isnan(mosaic_gpu_tanh.tanh(jnp.float32(np.nan), 1.0, staged=True))
+    powers = mosaic_gpu_tanh.power_of_tanh(jnp.asarray(x, jnp.float32), 1.0, 20.0, staged=True)
+    np.testing.assert_allclose(powers, np.exp2(20.0 * np.asarray(result, np.float64)), rtol=3e-6)  # an exponent's ulp
 
 
 @pytest.mark.parametrize("scale", [1e-7, 1e-4, 2.01e-4, 0.0625 / 50, 0.125 / 5, 1.0, 900.0, 3e4])
@@ -61,8 +64,16 @@ def test_assembly(scale):
     """Scales whose powers the coefficients hold, and others."""
     products = (arguments() / scale).astype(np.float32)
     exact = np.tanh(products.astype(np.float64) * scale)
-    assert_right(run(mosaic_gpu_tanh._rational(scale), products), exact)
-    small = np.abs(products.astype(np.float64) * scale) <= mosaic_gpu_tanh.SMALL_LIMIT
-    assert_right(run(mosaic_gpu_tanh._small(scale), products[small]), exact[small])
+    size = np.abs(products.astype(np.float64) * scale)
+    for way, limit in (
+        (mosaic_gpu_tanh._small, mosaic_gpu_tanh.SMALL_LIMIT),
+        (mosaic_gpu_tanh._middle, mosaic_gpu_tanh.MIDDLE_LIMIT),
+        (mosaic_gpu_tanh._rational, np.inf),
+    ):
+        within = size <= limit
+        assert_right(run(way(scale), products[within]), exact[within])
+        assert_right(run(way(scale, 20.0), products[within]) / 20.0, exact[within])
+        power = run(mosaic_gpu_tanh._power(way(scale, 20.0)), products[within])
+        np.testing.assert_array_equal(power, np.exp2(run(way(scale, 20.0), products[within])))
     nan = np.full(1, np.nan, np.float32)
     assert np.isnan(run(mosaic_gpu_tanh._rational(scale), nan)).all()

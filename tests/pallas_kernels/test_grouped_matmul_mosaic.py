@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.grouped_matmul import explain, grouped_matmul, mosaic_gpu
-from pallas_kernels.grouped_matmul.mosaic_gpu_rows import Tiles, group_rows
+from pallas_kernels.grouped_matmul.mosaic_gpu_rows import Tiles, group_rows, stores_behind
 from pallas_kernels.grouped_matmul.mosaic_gpu_weights import group_weights
 from pallas_kernels.grouped_matmul.mosaic_gpu_work import (
     BAND,
@@ -109,7 +109,7 @@ def test_interpreted_pairs_of_blocks(routing, normal, relative_error, capfd, gro
     rows, sizes, (width, out) = ROUTINGS[routing]
     x, w, dy = normal(3, (rows, width), (len(sizes), out, width), (rows, out), dtype=jnp.bfloat16)
     rows8 = -rows % 8
-    tiles = Tiles(columns=64 if out == 64 else 128, stages=2, blocks=4, pair=True, staged=True)
+    tiles = Tiles(columns=64 if out == 64 else 128, stages=3, blocks=4, pair=True, staged=True)
     on_device = jnp.asarray(sizes, jnp.int32)
     padded = (jnp.pad(array, ((0, rows8), (0, 0))) for array in (x, dy))
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
@@ -120,6 +120,56 @@ def test_interpreted_pairs_of_blocks(routing, normal, relative_error, capfd, gro
     assert races(capfd.readouterr().out) == []
     for ours, truth in zip(got, grouped_oracle(x, w, sizes, dy), strict=True):
         assert relative_error(ours, truth) <= 0.6 * float(jnp.finfo(jnp.bfloat16).eps)
+
+
+@pytest.mark.parametrize(
+    ("form", "dtype"),
+    [
+        ({"depth": 32, "stages": 4}, jnp.bfloat16),
+        ({"stores": 3}, jnp.bfloat16),
+        ({"stores": 3, "late": False}, jnp.bfloat16),
+        ({"pair": True, "blocks": 4}, jnp.bfloat16),
+        ({"depth": 32, "stores": 4}, jnp.float32),
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # inf - inf, in the interpreter's NumPy
+def test_interpreted_forms_of_the_weights_gradient(form, dtype, normal, relative_error, capfd, grouped_oracle):
+    """A tile is stored in 4 or 8 parts over fewer slots; inf and NaN in a group's rows stay in its own gradient."""
+    sizes, spoiled = [3, 130, 0, 9, 1, 33, 8], [3, 5]
+    x, dy = normal(5, (184, 256), (184, 64), dtype=jnp.bfloat16)
+    exact = grouped_oracle(x, jnp.zeros((len(sizes), 64, 256)), sizes, dy)[2]
+    start = np.cumsum([0, *sizes])
+    x = x.at[start[3] : start[4]].set(jnp.inf).at[start[5] : start[6]].set(jnp.nan)
+    dy = dy.at[start[3] : start[4]].set(jnp.nan).at[start[5] : start[6]].set(jnp.inf)
+    tiles = Tiles(**{"columns": 256, "stages": 3, "blocks": 2, "staged": True} | form)
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+        got = group_weights(x, dy, jnp.asarray(sizes, jnp.int32), dtype=dtype, tiles=tiles)
+        got = np.asarray(got.astype(jnp.float32))
+    assert races(capfd.readouterr().out) == []
+    assert np.isnan(got[spoiled]).all()
+    clean = [group for group in range(len(sizes)) if group not in spoiled]
+    # rounding the f32 sums once; sums of exact products in f32
+    assert relative_error(got[clean], exact[clean]) <= (
+        0.6 * float(jnp.finfo(dtype).eps) if dtype == jnp.bfloat16 else 1e-6
+    )
+
+
+@pytest.mark.parametrize("stores", range(1, 6))
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 8])
+def test_a_part_waits_for_the_last_store_from_its_buffer(count, stores):
+    buffers = [index % stores for _ in range(3) for index in range(count)]
+    for place in range(2 * count, 3 * count):
+        last = max((i for i in range(place) if buffers[i] == buffers[place]), default=-1)
+        assert stores_behind(place % count, count, stores) == place - 1 - last
+
+
+@pytest.mark.parametrize(
+    ("form", "message"), [({"depth": 48}, "must be 32 or 64"), ({"stages": 2}, "at least 3 slots")]
+)
+def test_forms_that_the_weights_gradient_does_not_have(form, message):
+    with pytest.raises(ValueError, match=message):
+        group_weights(*[jnp.zeros((64, 64), jnp.bfloat16)] * 2, jnp.ones(1), dtype=jnp.bfloat16, tiles=Tiles(**form))
 
 
 def test_f32_weights_get_f32_gradients(normal, relative_error, grouped_oracle):

@@ -182,7 +182,7 @@ def test_few_rows_decode_inside_the_product() -> None:
     def gradient(x: jax.Array) -> jax.Array:
         return jax.grad(lambda x: nf4_linear(x, w).var())(x)
 
-    for rows, products in ((70, 0), (2048, 0), (2176, 2)):
+    for rows, products in ((7, 0), (64, 0), (70, 2)):
         text = lowered(gradient, jnp.ones((rows, 256), jnp.bfloat16))
         assert text.count("@mosaic_gpu_v2") == 2
         assert text.count("stablehlo.dot_general") == products
@@ -197,8 +197,8 @@ def test_layers_with_adapters_decode_inside_their_products_or_beside_the_adapter
     def gradient(x: jax.Array) -> jax.Array:
         return jax.grad(lambda x: sum(y.var() for y in lora_linears(x, layers)))(x)
 
-    few, many = (lowered(gradient, jnp.ones((rows, 256), jnp.bfloat16)) for rows in (2048, 4096))
-    assert few.count("@mosaic_gpu_v2") == 5  # each weight in each direction, and the products with the adapter
+    few, many = (lowered(gradient, jnp.ones((rows, 256), jnp.bfloat16)) for rows in (64, 4096))
+    assert few.count("@mosaic_gpu_v2") == 4  # each weight in each direction; adapters' few rows are XLA's
     assert many.count("@mosaic_gpu_v2") == 9  # and what is written beside two weights, below one, and behind x
     assert "dynamic_update_slice" not in few + many  # by kernels too, as XLA's fails on what a kernel has just made
     assert lora_explain(ws) == "lora_linear: mosaic_gpu"

@@ -32,8 +32,9 @@ CASES = [
     ({"save_strategy": True}, "save_strategy must be one of no, steps, epoch, is 'true'"),
     (
         {"gradient_checkpointing": "some"},
-        "gradient_checkpointing must be one of full, none, selective, offload, auto, or names of q, k, v, attention, "
-        "attention_lse, middle, gate, up joined by commas; is 'some'",
+        "gradient_checkpointing must be one of full, none, selective, offload, auto, or names of q, k, v, q_product, "
+        "k_product, attention, attention_lse, middle, gate, up, rows, hidden joined by commas, with unrolled among "
+        "them; is 'some'",
     ),
     ({"metric_for_best_model": "bleu"}, "metric_for_best_model must be one of eval_loss, is 'bleu'"),
     ({"export_dtype": "int4"}, "export_dtype must be one of bfloat16, float16, float32, is 'int4'"),

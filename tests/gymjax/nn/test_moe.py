@@ -113,6 +113,20 @@ def test_renormalized_is_the_softmax_of_the_chosen():
     np.testing.assert_allclose(normalized, weight / weight.sum(-1, keepdims=True), rtol=1e-5)
 
 
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_gradients_of_the_chosen_weights(renormalize):
+    """Against what JAX makes of the same formula."""
+    rng = np.random.default_rng(1)
+    logits, factor = (jnp.asarray(rng.normal(0, 2, shape), jnp.float32) for shape in ((50, 8), (50, 3)))
+
+    def plain(logits):
+        probs = jnp.take_along_axis(jax.nn.softmax(logits, axis=-1), jnp.argsort(-logits, axis=-1)[:, :3], -1)
+        return jnp.sum(factor * (probs / probs.sum(-1, keepdims=True) if renormalize else probs))
+
+    got = jax.grad(lambda logits: jnp.sum(factor * route(logits, 3, renormalize=renormalize)[1]))(logits)
+    np.testing.assert_allclose(got, jax.grad(plain)(logits), atol=1e-6)  # f32; of numbers up to 1, two formulas
+
+
 def test_ties_go_to_the_lower_expert():
     expert, _ = route(jnp.asarray([[0.0, 2.0, 2.0, 2.0], [1.0, 1.0, 1.0, 1.0]]), 2, renormalize=True)
     np.testing.assert_array_equal(expert, [[1, 2], [0, 1]])

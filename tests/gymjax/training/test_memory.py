@@ -10,8 +10,9 @@ from gymjax.adapters.lora import LoraSpec, attach
 from gymjax.adapters.select import train_all
 from gymjax.config import OptimConfig
 from gymjax.config.sections import KEPT_NAMES
-from gymjax.models.decoder import SAVED_NAMES, SMALL_NAMES
 from gymjax.models.decoder_config import LayerKind, Stack
+from gymjax.models.remat import SAVED_NAMES, SMALL_NAMES
+from gymjax.nn.moe import MoEConfig
 from gymjax.optim.build import build
 from gymjax.quant import weight_bytes
 from gymjax.training.compile import compile_program, jit_step
@@ -22,6 +23,7 @@ from gymjax.training.workload import Workload, abstract_batch
 
 SHAPE = {"width": 128, "ffn_width": 384, "heads": 4, "kv_heads": 2, "head_dim": 32, "vocab_size": 2048}
 LAYERS, ROWS, LENGTH = 6, 8, 256
+MOE = MoEConfig(experts=4, top_k=2, ffn_width=192, renormalize=True)
 
 
 def work_of(make_model, *, train="lora", optim="adamw", accumulation=1, **changes):
@@ -93,6 +95,18 @@ def test_what_each_name_keeps(make_model):
     assert kept_bytes(work, "selective") - nothing == tokens * sum(widths.values())
     assert kept_bytes(work, "offload") <= nothing  # without the adapters' low products, which others always keep
     assert kept_bytes(work, "none") > kept_bytes(work, "selective")
+
+
+def test_what_unrolled_experts_keep(make_model):
+    work, _ = work_of(make_model, stacks=(Stack((LayerKind(experts=MOE),), 4),), qk_norm="projection")
+    nothing, tokens = kept_bytes(work, "full"), 4 * ROWS * LENGTH * 4
+    assert kept_bytes(work, "full,unrolled") == nothing  # weights are not listed
+    widths = {"q_product": 128, "k_product": 64, "gate": 384, "up": 384, "rows": 2 * 128, "hidden": 384}
+    for name, width in widths.items():
+        assert kept_bytes(work, f"{name},unrolled") - nothing == tokens * width
+    full, kept = predict(work, "full"), predict(work, "gate,up,unrolled")
+    assert kept.casts == 0  # trained weights are in the compute dtype
+    assert kept.peak - full.peak < kept.kept - full.kept  # gradients take the room that what was kept leaves
 
 
 def test_offloaded_inputs_leave_the_device(make_model):

@@ -66,7 +66,7 @@ def test_names_that_save_nothing_are_left_out(work):
     assert ("q", "k", "v") not in plan.units(normalised)
     assert plan.units(dataclasses.replace(normalised, length=2**15)) == [
         ("attention", "attention_lse"),
-        ("v",),
+        ("q_product", "k_product", "v"),
         ("middle",),
     ]
     fused = dataclasses.replace(work, cfg=dataclasses.replace(work.cfg, fused=True))

@@ -15,8 +15,10 @@ from gymjax.losses.router import expert_fractions, load_balancing_loss, router_z
 from gymjax.models.decoder_config import LayerKind, Stack
 from gymjax.models.names import linears
 from gymjax.nn.moe import ExpertLinear, MoEConfig
+from gymjax.nn.routing import RouterStats
 from gymjax.quant import nf4
 from gymjax.training.logs import ROUTER_KEYS
+from gymjax.training.router import router_loss
 from gymjax.training.step import StepSettings, batch_loss, init_state, make_step, split_model
 
 MOE = MoEConfig(experts=4, top_k=2, ffn_width=12, renormalize=True)
@@ -107,6 +109,14 @@ def test_padding_is_not_counted(step, whole, random_batch):
     assert float(metrics["expert_dropped"]) == 0
 
 
+def test_a_loss_without_a_coefficient_is_not_computed():
+    stats = RouterStats(counts=jnp.ones((2, 4)), probs=jnp.full((2, 4), jnp.nan), z=jnp.full(2, jnp.nan))
+    options = {"stats": stats, "counts_LE": stats.counts, "tokens": jnp.float32(8)}
+    assert router_loss(**options, balance=0.0, z=0.0) == 0
+    assert jnp.isnan(router_loss(**options, balance=1.0, z=0.0))
+    assert jnp.isnan(router_loss(**options, balance=0.0, z=1.0))
+
+
 def test_a_dense_model_has_no_routers(make_model, random_batch):
     metrics, _ = stepper(full(make_model, (Stack((LayerKind(),), 1),)), PLAIN)(random_batch(1, 2))
     assert not set(ROUTER_KEYS) & set(metrics)
@@ -130,7 +140,7 @@ def test_adapters_train_over_every_base(base, make_model, random_batch):
     attach(model, LoraSpec(rank=2, alpha=4), key=jax.random.key(0))
     metrics, grads = stepper(model, SETTINGS)(random_batch(1, 4))
     assert jnp.isfinite(metrics["loss"])
-    for remat in ("full", "selective", "offload") if base == "nf4" else ():
+    for remat in ("full", "selective", "offload", "selective,unrolled") if base == "nf4" else ():
         _, again = stepper(model, dataclasses.replace(SETTINGS, remat=remat))(random_batch(1, 4))
         assert largest_difference(grads, again) < 1e-5  # the same products, made again
     moved = [bool(np.abs(leaf).max() > 0) for leaf in jax.tree.leaves(grads)]

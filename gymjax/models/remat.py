@@ -1,0 +1,63 @@
+"""What the backward pass finds of a layer's forward pass, beside the layer's input, and what it computes again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from gymjax.config.sections import KEPT_NAMES, UNROLLED, UNROLLED_NAMES
+from gymjax.nn.routing import ROUTING_NAME
+from pallas_kernels.lora_linear import LOW_NAME
+from pallas_kernels.rms_norm import RRMS_NAME
+
+# Kept whatever is recomputed: at most a tenth of a layer's input. A router that ran twice could choose twice.
+SMALL_NAMES = (LOW_NAME, ROUTING_NAME, RRMS_NAME)
+# Attention's output and log-sum-exp get their names inside the kernels whose backward starts from them: named outside
+# too, the output would be kept twice.
+SAVED_NAMES = (*SMALL_NAMES, *KEPT_NAMES)
+REMAT = ("none", "full", "selective", "offload")
+
+
+def check(remat: str) -> None:
+    """Raises ValueError where `remat` is nothing that `Decoder.trunk` knows."""
+    words, extra = _words(remat)
+    known = remat in REMAT or words in ({"full"}, {"selective"}) or words <= set(SAVED_NAMES)
+    if not known or len(words) + extra != len(remat.split(",")):
+        names = f"{', '.join(REMAT)}, or names of {', '.join(SAVED_NAMES)} joined by commas"
+        raise ValueError(f"remat must be one of {names}, with {UNROLLED!r} where layers are unrolled, not {remat!r}")
+
+
+def is_unrolled(remat: str) -> bool:
+    """Whether the layers are to follow each other in the program, see `unrolled.run_unrolled`."""
+    return _words(remat)[1]
+
+
+def kept_names(remat: str) -> frozenset[str]:
+    """Names that a layer's forward pass keeps beside SMALL_NAMES; what "none" keeps beside them has none."""
+    words, unrolled = _words(remat)
+    if words <= {"full", "offload"}:
+        return frozenset()
+    if words <= {"none", "selective"}:
+        return frozenset(KEPT_NAMES) - (frozenset() if unrolled else frozenset(UNROLLED_NAMES))
+    return words
+
+
+def scanned(remat: str) -> str:
+    """The remat under which scanned layers keep the same."""
+    if not is_unrolled(remat):
+        return remat
+    kept = kept_names(remat)
+    return ",".join(name for name in KEPT_NAMES if name in kept) or "full"
+
+
+def policy(remat: str) -> Callable[..., Any]:
+    """Of `jax.checkpoint`: keeps the names."""
+    return jax.checkpoint_policies.save_only_these_names(*SMALL_NAMES, *kept_names(remat))
+
+
+def _words(remat: str) -> tuple[frozenset[str], bool]:
+    """(words but "unrolled", whether it is among them)."""
+    words = frozenset(remat.split(","))
+    return words - {UNROLLED}, UNROLLED in words
