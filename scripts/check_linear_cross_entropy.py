@@ -116,11 +116,15 @@ def check_exponentials(vocabulary: int, pair: bool) -> tuple[str, bool]:
     return f"powers off {off:.1e}, sums {sums:.1e}, labels {label:.1e}, zeros {zeros}, same twice {same}", good
 
 
-def check_loss(vocabulary: int, frozen: bool, reduction: str) -> tuple[str, bool]:
-    """Loss and gradients with ignored tokens and ragged chunks, beside a dense bf16 head's."""
+def check_loss(vocabulary: int, frozen: bool, reduction: str, huge: bool = False) -> tuple[str, bool]:
+    """Loss and gradients with ignored tokens and ragged chunks, beside a dense bf16 head's.
+
+    With `huge` one logit is out of the range of exponentials, so that the loss is computed again.
+    """
     keys = jax.random.split(jax.random.key(1), 3)
     x = jax.random.normal(keys[0], (2, 301, 512), jnp.bfloat16)
     head = jax.random.normal(keys[1], (vocabulary, 512), jnp.bfloat16) * 512**-0.5
+    head = head.at[7].multiply(100) if huge else head
     labels = np.array(jax.random.randint(keys[2], (2, 301), 0, vocabulary))
     labels[:, ::5] = -100
 
@@ -171,8 +175,14 @@ def main() -> int:
         name = f"loss V32000 {'frozen' if frozen else 'trained'} {reduction}"
         checks[name] = functools.partial(check_loss, 32000, frozen, reduction)
     checks |= {
-        f"exponentials V{vocabulary}{', pair' * pair}": functools.partial(check_exponentials, vocabulary, pair)
-        for pair, vocabulary in itertools.product((False, True), VOCABULARIES[:2])
+        f"loss V32000 {'frozen' if frozen else 'trained'} sum, again": functools.partial(
+            check_loss, 32000, frozen, "sum", huge=True
+        )
+        for frozen in (True, False)
+    }
+    checks |= {
+        f"exponentials V{vocabulary}": functools.partial(check_exponentials, vocabulary, False)
+        for vocabulary in VOCABULARIES[:2]
     }
     checks |= {
         f"kernel V{vocabulary} {dtype} {'options' if form.softcap else 'plain'}": functools.partial(
@@ -182,6 +192,7 @@ def main() -> int:
             VOCABULARIES, (("bfloat16", FORMS[0]), ("float16", FORMS[1]))
         )
     }
+    checks["exponentials V128256, pair"] = functools.partial(check_exponentials, 128256, True)
     failed = 0
     for name, check in checks.items():
         try:
