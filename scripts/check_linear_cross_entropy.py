@@ -23,6 +23,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from pallas_kernels.grouped_matmul.mosaic_gpu_rows import Tiles as ProductTiles
 from pallas_kernels.linear_cross_entropy import linear_cross_entropy
 from pallas_kernels.linear_cross_entropy.mosaic_gpu import (
     LABEL,
@@ -34,6 +35,7 @@ from pallas_kernels.linear_cross_entropy.mosaic_gpu import (
     statistics,
     statistics_and_gradient,
 )
+from pallas_kernels.linear_cross_entropy.mosaic_gpu_exponentials import exponentials
 
 VOCABULARIES = (128256, 151936, 262144, 512)
 FORMS = (Form(), Form(scale=0.5, softcap=30.0, smoothing=0.1, z_loss=1e-4))
@@ -87,11 +89,42 @@ def check_kernel(vocabulary: int, dtype: str, form: Form) -> tuple[str, bool]:
     return f"{text}, label {label}", off < 1e-6 and worst <= 1 and rest and same and label
 
 
-def check_loss(vocabulary: int, frozen: bool, reduction: str) -> tuple[str, bool]:
-    """Loss and gradients with ignored tokens and ragged chunks, beside a dense bf16 head's."""
+def check_exponentials(vocabulary: int, pair: bool) -> tuple[str, bool]:
+    """The head's product that gives exponentials, with references far above and below, beside the exact ones."""
+    rng = np.random.default_rng(vocabulary)
+    rows, width = 300, 512
+    x = jnp.asarray(rng.standard_normal((rows, width)), jnp.bfloat16)
+    head = jnp.asarray(2 * width**-0.5 * rng.standard_normal((vocabulary, width)), jnp.bfloat16)
+    labels, reference = rng.integers(0, vocabulary, rows).astype(np.int32), np.full(rows, 5, np.float32)
+    labels[:4], reference[4:6] = (-100, vocabulary, 0, vocabulary - 1), (-60, 60)
+    program = jax.jit(functools.partial(exponentials, scale=0.5, tiles=ProductTiles(pair=pair)))
+    first, second = program(x, head, labels, reference), program(x, head, labels, reference)
+    same = all(bool((one == other).all()) for one, other in zip(first, second))
+    powers, total, label_product = (np.asarray(one, np.float64) for one in first)
+    z = np.asarray(x, np.float64) @ np.asarray(head, np.float64).T
+    want = np.exp(0.5 * z) * 2.0 ** -reference[:, None].astype(np.float64)
+    inside = np.flatnonzero((labels >= 0) & (labels < vocabulary))
+    picked = np.zeros(rows)
+    picked[inside] = z[inside, labels[inside]]
+    zeros = bool((powers[inside, labels[inside]] == 0).all())
+    want[inside, labels[inside]] = 0
+    off = float(np.max(np.abs(powers[:rows] - want) / np.maximum(want, 1e-300)))
+    sums = float(np.max(np.abs(total / want.sum(1) - 1)))
+    label = float(np.max(np.abs(label_product - picked)))
+    # bf16 rounds by 2^-8 of a value at most; f32 exponents of about 60 are off by 4e-6
+    good = off <= 2**-8 * 1.01 and sums <= 5e-6 and label <= 1e-5 and zeros and same
+    return f"powers off {off:.1e}, sums {sums:.1e}, labels {label:.1e}, zeros {zeros}, same twice {same}", good
+
+
+def check_loss(vocabulary: int, frozen: bool, reduction: str, huge: bool = False) -> tuple[str, bool]:
+    """Loss and gradients with ignored tokens and ragged chunks, beside a dense bf16 head's.
+
+    With `huge` one logit is out of the range of exponentials, so that the loss is computed again.
+    """
     keys = jax.random.split(jax.random.key(1), 3)
     x = jax.random.normal(keys[0], (2, 301, 512), jnp.bfloat16)
     head = jax.random.normal(keys[1], (vocabulary, 512), jnp.bfloat16) * 512**-0.5
+    head = head.at[7].multiply(100) if huge else head
     labels = np.array(jax.random.randint(keys[2], (2, 301), 0, vocabulary))
     labels[:, ::5] = -100
 
@@ -142,6 +175,16 @@ def main() -> int:
         name = f"loss V32000 {'frozen' if frozen else 'trained'} {reduction}"
         checks[name] = functools.partial(check_loss, 32000, frozen, reduction)
     checks |= {
+        f"loss V32000 {'frozen' if frozen else 'trained'} sum, again": functools.partial(
+            check_loss, 32000, frozen, "sum", huge=True
+        )
+        for frozen in (True, False)
+    }
+    checks |= {
+        f"exponentials V{vocabulary}": functools.partial(check_exponentials, vocabulary, False)
+        for vocabulary in VOCABULARIES[:2]
+    }
+    checks |= {
         f"kernel V{vocabulary} {dtype} {'options' if form.softcap else 'plain'}": functools.partial(
             check_kernel, vocabulary, dtype, form
         )
@@ -149,6 +192,7 @@ def main() -> int:
             VOCABULARIES, (("bfloat16", FORMS[0]), ("float16", FORMS[1]))
         )
     }
+    checks["exponentials V128256, pair"] = functools.partial(check_exponentials, 128256, True)
     failed = 0
     for name, check in checks.items():
         try:

@@ -30,7 +30,10 @@ from offline_h200 import mosaic_environment, tools
 
 from pallas_kernels.flash_attention import mosaic_gpu
 from pallas_kernels.grouped_matmul import mosaic_gpu as grouped
+from pallas_kernels.grouped_matmul.mosaic_gpu_rows import Tiles
 from pallas_kernels.linear_cross_entropy import mosaic_gpu as loss
+from pallas_kernels.linear_cross_entropy.mosaic_gpu_codes import gradients
+from pallas_kernels.linear_cross_entropy.mosaic_gpu_exponentials import exponentials
 from pallas_kernels.lora_linear import mosaic_gpu as narrow
 from pallas_kernels.nf4_linear import mosaic_gpu as nf4
 from pallas_kernels.nf4_linear.cases import random_weight
@@ -232,6 +235,14 @@ def loss_kernels():
             yield [f"{name}-both"], both, (products, labels, each, room), 0
             known = functools.partial(loss.gradient, index=0, form=form)
             yield [f"{name}-backward"], known, (products, labels, each, each, room), 0
+    for width, vocabulary in ((4096, 128256), (896, 151936)):
+        x, head = (jax.ShapeDtypeStruct((rows, width), jnp.bfloat16) for rows in (1024, vocabulary))
+        labels, reference = (jax.ShapeDtypeStruct((1024,), dtype) for dtype in (jnp.int32, jnp.float32))
+        for name, options in (("", {}), ("-coded", {"coded": True}), ("-pair", {"tiles": Tiles(pair=True)})):
+            product = functools.partial(exponentials, scale=1.0, **options)
+            yield [f"loss-product-V{vocabulary}{name}"], product, (x, head, labels, reference), 0
+        codes = jax.ShapeDtypeStruct((1024, vocabulary), jnp.int16)
+        yield [f"loss-codes-V{vocabulary}"], gradients, (codes, labels, reference, reference), 0
 
 
 def main(wanted: list[str]) -> None:

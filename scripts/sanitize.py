@@ -83,11 +83,20 @@ def gate() -> None:
 
 
 def loss() -> None:
-    """The passes over the logits: both, the first alone, the second alone; rows whose rest is whole groups, and not."""
+    """Exponentials and their codes; with a bound on logits or token by token the passes over them: both, or one alone.
+
+    Rows whose rest is whole groups, and not, and tiles that reach beyond the vocabulary.
+    """
     labels = jnp.asarray(np.random.default_rng(0).integers(0, 16384, (2, 100)), jnp.int32).at[0, :9].set(-100)
     for vocabulary in (16384, 17280):
-        for frozen, reduction in ((True, "sum"), (False, "none")):
-            options: Any = {"frozen_head": frozen, "reduction": reduction, "implementation": KERNELS}
+        for frozen, reduction, bound in (
+            (True, "sum", None),
+            (False, "sum", None),
+            (True, "sum", 30.0),
+            (False, "none", None),
+        ):
+            shared = {"frozen_head": frozen, "reduction": reduction, "implementation": KERNELS}
+            options: Any = {"softcap": bound, **shared}
             both_ways(
                 lambda x, w, o=options: linear_cross_entropy(x, w, labels, **o),
                 normal(2, 100, 64),

@@ -107,20 +107,7 @@ def group_rows(xs: Sequence[jax.Array], ws: Sequence[jax.Array], sizes, *, trans
 
                 @pl.when(stored > 0)
                 def _multiply():
-                    def multiply(sums):
-                        def step(k, _):
-                            slot = slot_of(k)
-                            plgpu.barrier_wait(ready.at[slot])
-                            tile_w = w_smem.at[slot].transpose((1, 0)) if transposed else w_smem.at[slot]
-                            plgpu.wgmma(sums, x_tiles.at[slot, warpgroup], tile_w)
-                            plgpu.wgmma_wait(1)
-                            pl.when(k > 0)(lambda: plgpu.barrier_arrive(free.at[slot_of(k - 1)]))
-
-                        lax.fori_loop(0, steps, step, None)
-                        return sums[...]
-
-                    sums = pl.run_scoped(multiply, plgpu.ACC((HALF, columns), jnp.float32))
-                    pl.when(steps > 0)(lambda: plgpu.barrier_arrive(free.at[slot_of(steps - 1)]))
+                    sums = multiply_slots(x_tiles, w_smem, ready, free, visited, steps, columns, transposed)
                     store_rows(sums, y_smem.at[warpgroup], y_ref, first, column * columns, stored)
 
                 @pl.when(stored == 0)
@@ -184,6 +171,38 @@ def group_rows(xs: Sequence[jax.Array], ws: Sequence[jax.Array], sizes, *, trans
         out_type=jax.ShapeDtypeStruct((rows, width), dtype),
         **shape(blocks, tiles),
     )
+
+
+def multiply_slots(x_tiles, w_smem, ready, free, visited, steps, columns: int, transposed: bool):
+    """The sums (64, columns) of a warpgroup's next products, one a slot of the ring; frees each slot behind it.
+
+    Args:
+        x_tiles: (stages, WARPGROUPS, 64, DEPTH).
+        w_smem: (stages, columns, DEPTH), or (stages, DEPTH, columns) if not transposed.
+        ready, free: barriers of the slots.
+        visited: slots before this tile's first.
+        steps: slots of this tile.
+    """
+    stages, warpgroup = w_smem.shape[0], lax.axis_index("warpgroup")
+
+    def slot_of(step):
+        return lax.rem(visited + step, jnp.int32(stages))
+
+    def multiply(sums):
+        def step(k, _):
+            slot = slot_of(k)
+            plgpu.barrier_wait(ready.at[slot])
+            tile_w = w_smem.at[slot].transpose((1, 0)) if transposed else w_smem.at[slot]
+            plgpu.wgmma(sums, x_tiles.at[slot, warpgroup], tile_w)
+            plgpu.wgmma_wait(1)
+            pl.when(k > 0)(lambda: plgpu.barrier_arrive(free.at[slot_of(k - 1)]))
+
+        lax.fori_loop(0, steps, step, None)
+        return sums[...]
+
+    sums = pl.run_scoped(multiply, plgpu.ACC((HALF, columns), jnp.float32))
+    pl.when(steps > 0)(lambda: plgpu.barrier_arrive(free.at[slot_of(steps - 1)]))
+    return sums
 
 
 def shape(blocks: int, tiles: Tiles) -> dict[str, Any]:

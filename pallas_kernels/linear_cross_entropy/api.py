@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import Implementation, _dispatch
 from pallas_kernels._int8 import Int8Weight, unpack_int8
-from pallas_kernels.linear_cross_entropy import checks, mosaic_gpu, mosaic_gpu_passes, reference
+from pallas_kernels.linear_cross_entropy import checks, mosaic_gpu, mosaic_gpu_fused, mosaic_gpu_passes, reference
 from pallas_kernels.nf4_linear import NF4Weight, dense
 
 _PASSES = {"mosaic_gpu": mosaic_gpu_passes.PASSES, "xla": reference.PASSES}
@@ -80,8 +80,11 @@ def linear_cross_entropy(
         label_smoothing: share of the target that is spread over the whole vocabulary.
         z_loss: weight of the squared log-sum-exp.
         metrics: whether to return TokenMetrics too, at the price of two more passes over the logits.
-        implementation: "mosaic_gpu" for passes over the logits by one Hopper kernel, "xla", or None for the fastest
-            that accepts the arguments on this device.
+        implementation: "mosaic_gpu" for Hopper kernels, "xla", or None for the fastest that accepts the arguments on
+            this device. Of bf16 without softcap, label_smoothing and metrics no f32 logits are stored but their
+            exponentials, 2 bytes each, of as many more tokens at a time as the same room holds; below 2**-40 of a row's
+            reference, which is no more than its largest, they are 0 in a trained head's gradients. Else one kernel
+            passes over the logits.
 
     Returns:
         The f32 loss, in nats: one for each token, or their sum; with `metrics` a pair of it and the TokenMetrics.
@@ -183,13 +186,21 @@ def _forward(how: reference.Settings, x: Array, head: _Head, labels: Array) -> t
     return outcome.loss, _metrics(outcome)
 
 
+def _with_gradients(
+    how: reference.Settings, trained: bool, x: Array, head: _Head, labels: Array, weights: Array | None
+) -> tuple[reference.Outcome, reference.Gradients]:
+    head_in_x = _dense(x, head)
+    if how.implementation == "mosaic_gpu" and mosaic_gpu_fused.takes(x, head_in_x, how, trained=trained):
+        return mosaic_gpu_fused.loss_and_gradients(x, head_in_x, labels, weights, how, trained=trained)
+    passes = _PASSES[how.implementation]
+    return reference.forward_and_gradients(x, head_in_x, labels, weights, how, passes, trained=trained)
+
+
 _frozen = partial(jax.custom_vjp, nondiff_argnums=(0,))(_forward)
 
 
 def _frozen_fwd(how: reference.Settings, x: Array, head: _Head, labels: Array):
-    outcome, grads = reference.forward_and_gradients(
-        x, _dense(x, head), labels, None, how, _PASSES[how.implementation], trained=False
-    )
+    outcome, grads = _with_gradients(how, False, x, head, labels, None)
     return (outcome.loss, _metrics(outcome)), grads.x
 
 
@@ -225,9 +236,7 @@ def _summed(
 
 
 def _summed_fwd(how: reference.Settings, trained: bool, x: Array, head: _Head, labels: Array, weights: Array | None):
-    outcome, grads = reference.forward_and_gradients(
-        x, _dense(x, head), labels, weights, how, _PASSES[how.implementation], trained=trained
-    )
+    outcome, grads = _with_gradients(how, trained, x, head, labels, weights)
     loss = jnp.sum(outcome.loss if weights is None else outcome.loss * weights)
     return (loss, _metrics(outcome)), (grads, head if trained else None)
 

@@ -79,12 +79,12 @@ def forward(
 
     def group(carry: tuple[None, None], starts: Array, size: int) -> tuple[tuple[None, None], Outcome]:
         def one(carry: tuple[None, None], start: Array) -> tuple[tuple[None, None], Outcome]:
-            products_BCV = _products(_cut(x, start, size, axis=-2), head)
-            return carry, passes.outcome(products_BCV, _cut(labels, start, size), how)
+            products_BCV = _products(cut(x, start, size, axis=-2), head)
+            return carry, passes.outcome(products_BCV, cut(labels, start, size), how)
 
         return jax.lax.scan(one, carry, starts)
 
-    return _scan(group, None, lambda size, pieces: None, labels.shape, how)[1]
+    return over_groups(group, None, lambda size, pieces: None, labels.shape, how)[1]
 
 
 def forward_and_gradients(
@@ -137,8 +137,8 @@ def _gradients[Kept](
     def group(carry: tuple[Gradients, Array], starts: Array, size: int) -> tuple[tuple[Gradients, Array], Kept]:
         def one(dproducts_NBCV: Array, index_and_start: tuple[Array, Array]) -> tuple[Array, Kept]:
             index, start = index_and_start
-            cut = (_cut(array, start, size) for array in tokens)
-            kept, dproducts_NBCV = chunk(dproducts_NBCV, index, _cut(x, start, size, axis=-2), *cut)
+            each = (cut(array, start, size) for array in tokens)
+            kept, dproducts_NBCV = chunk(dproducts_NBCV, index, cut(x, start, size, axis=-2), *each)
             return dproducts_NBCV, kept
 
         grads, dproducts_NBCV = carry
@@ -148,7 +148,7 @@ def _gradients[Kept](
         dx = jax.lax.dynamic_update_slice_in_dim(grads.x, _join(dx_NBCD, 1), starts[0], axis=x.ndim - 2)
         dweight, dbias = grads.weight, grads.bias
         if dweight is not None:
-            x_BTD = _cut(x, starts[0], size * pieces, axis=-2)
+            x_BTD = cut(x, starts[0], size * pieces, axis=-2)
             x_NBCD = jnp.moveaxis(x_BTD.reshape(*x.shape[:-2], pieces, size, x.shape[-1]), -3, 0)
             dweight += jnp.einsum("...v,...d->vd", dproducts_NBCV, x_NBCD, preferred_element_type=jnp.float32)
         if dbias is not None:
@@ -163,20 +163,23 @@ def _gradients[Kept](
     def room(size: int, pieces: int) -> Array:
         return jnp.zeros((pieces, *x.shape[:-2], size, vocabulary), x.dtype)
 
-    return _scan(group, grads, room, x.shape[:-1], how)
+    return over_groups(group, grads, room, x.shape[:-1], how)
 
 
-def _scan[Carry, Room, Kept](
+def over_groups[Carry, Room, Kept](
     group: Callable[[tuple[Carry, Room], Array, int], tuple[tuple[Carry, Room], Kept]],
     carry: Carry,
     room: Callable[[int, int], Room],
     shape: tuple[int, ...],
     how: Settings,
+    *,
+    apart: bool = False,
 ) -> tuple[Carry, Kept]:
     """Run `group` over the last axis of `shape`, as even chunks as can be, then over the rest; join what it returns.
 
     group((carry, room), starts, size) goes through the chunks of that size that begin at starts; its room(size, pieces)
-    is made once for all groups, so that nothing clears it for each.
+    is made once for all groups, so that nothing clears it for each. With `apart` the first group is no part of a loop,
+    so that its carry may lack what it returns.
     """
     tokens, rows = shape[-1], max(1, math.prod(shape[:-1]))
     chunks = -(-tokens * rows // how.chunk_tokens)
@@ -189,8 +192,16 @@ def _scan[Carry, Room, Kept](
         if some:
             starts = done + (jnp.arange(some * n) * of_size).reshape(some, n)
             body = functools.partial(_of_size, group, of_size)
-            (carry, _), kept = jax.lax.scan(body, (carry, room(of_size, n)), starts)
-            found.append(jax.tree.map(lambda leaf: _join(leaf.reshape(-1, *leaf.shape[2:])), kept))
+            carried, kept = (carry, room(of_size, n)), []
+            if apart and not found:
+                carried, first = body(carried, starts[0])
+                kept, starts = [jax.tree.map(lambda leaf: leaf[None], first)], starts[1:]
+            if len(starts):
+                carried, others = jax.lax.scan(body, carried, starts)
+                kept.append(others)
+            carry = carried[0]
+            joined = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *kept) if len(kept) > 1 else kept[0]
+            found.append(jax.tree.map(lambda leaf: _join(leaf.reshape(-1, *leaf.shape[2:])), joined))
             done += some * n * of_size
     return carry, jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=-1), *found)
 
@@ -206,7 +217,8 @@ def _join(stacked: Array, behind: int = 0) -> Array:
     return moved.reshape(*shape[: -2 - behind], -1, *shape[len(shape) - behind :])
 
 
-def _cut(array: Array, start: Array, size: int, axis: int = -1) -> Array:
+def cut(array: Array, start: Array, size: int, axis: int = -1) -> Array:
+    """The `size` elements from `start` on along an axis counted from the end."""
     return jax.lax.dynamic_slice_in_dim(array, start, size, axis=array.ndim + axis)
 
 
