@@ -25,7 +25,6 @@ from pallas_kernels.linear_cross_entropy import linear_cross_entropy
 from pallas_kernels.lora_linear import lora_linear
 from pallas_kernels.nf4_linear import nf4_linear
 from pallas_kernels.rms_norm import rms_norm
-from pallas_kernels.swiglu import swiglu
 
 KERNELS: Any = "mosaic_gpu" if jax.default_backend() == "gpu" else "xla"  # elsewhere this file tests itself
 
@@ -77,11 +76,6 @@ def norm() -> None:
     both_ways(lambda x, s: rms_norm(x, s, eps=1e-5, implementation=KERNELS), normal(1024, 1024), normal(1024))
 
 
-def gate() -> None:
-    """SwiGLU."""
-    both_ways(lambda g, u: swiglu(g, u, implementation=KERNELS), normal(64, 4096), normal(64, 4096))
-
-
 def loss() -> None:
     """Exponentials and their codes; with a bound on logits or token by token the passes over them: both, or one alone.
 
@@ -104,7 +98,7 @@ def loss() -> None:
             )
 
 
-ALL = {call.__name__: call for call in (attention, groups, nf4, adapters, norm, gate, loss)}
+ALL = {call.__name__: call for call in (attention, groups, nf4, adapters, norm, loss)}
 
 
 def main(names: list[str]) -> int:

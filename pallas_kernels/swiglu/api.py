@@ -8,10 +8,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import Implementation, _dispatch
-from pallas_kernels.swiglu import mosaic_gpu, reference
+from pallas_kernels.swiglu import reference
 from pallas_kernels.swiglu.reference import Activation
 
-_BACKWARD = {"mosaic_gpu": mosaic_gpu.backward, "xla": reference.backward}
+# XLA gives both gradients, and the product where it is made again, in one pass at the speed of memory.
+_REFUSALS: _dispatch.Refusals = {"xla": None}
 
 
 def swiglu(
@@ -30,15 +31,14 @@ def swiglu(
         gate: f32, bf16 or f16, any shape.
         up: same shape and dtype.
         activation: "silu" (SwiGLU), "gelu" (GeGLU with the error function) or "gelu_tanh" (its tanh form).
-        implementation: "mosaic_gpu", whose backward pass is one kernel (the forward pass is XLA's in either), "xla", or
-            None for the fastest that accepts the arguments on this device.
+        implementation: "xla", or None for the fastest that accepts the arguments on this device.
 
     Returns:
         The product, in gate's shape and dtype.
 
     Raises:
         ValueError: gate and up differ in shape or dtype, or are not floating-point; an unknown activation.
-        NotImplementedError: the named implementation refuses these arguments or does not exist for this operation.
+        NotImplementedError: the named implementation does not exist for this operation.
     """
     if gate.shape != up.shape or gate.dtype != up.dtype:
         raise ValueError(
@@ -49,35 +49,26 @@ def swiglu(
         raise ValueError(f"swiglu: gate and up must be floating-point; both are {gate.dtype}")
     if activation not in get_args(Activation):
         raise ValueError(f"swiglu: activation must be one of {', '.join(get_args(Activation))}; got {activation!r}")
-    chosen = _dispatch.choose("swiglu", implementation, _refusals(gate, activation))
-    return _swiglu(activation, chosen, gate, up)
+    _dispatch.choose("swiglu", implementation, _REFUSALS)
+    return _swiglu(activation, gate, up)
 
 
-def explain(activation: Activation = "silu") -> str:
-    """Say which implementation runs for bf16 inputs of whole tiles."""
-    some = jax.ShapeDtypeStruct((mosaic_gpu.TILE,), jnp.bfloat16)
-    return _dispatch.explain("swiglu", _refusals(some, activation))
+def explain() -> str:
+    """Say which implementation runs."""
+    return _dispatch.explain("swiglu", _REFUSALS)
 
 
-def _refusals(gate: Array | jax.ShapeDtypeStruct, activation: Activation) -> _dispatch.Refusals:
-    return {"mosaic_gpu": mosaic_gpu.refuses(gate, activation), "xla": None}
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _swiglu(activation: Activation, chosen: Implementation, gate: Array, up: Array) -> Array:
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _swiglu(activation: Activation, gate: Array, up: Array) -> Array:
     return reference.forward(gate, up, activation)
 
 
-def _swiglu_fwd(
-    activation: Activation, chosen: Implementation, gate: Array, up: Array
-) -> tuple[Array, tuple[Array, Array]]:
+def _swiglu_fwd(activation: Activation, gate: Array, up: Array) -> tuple[Array, tuple[Array, Array]]:
     return reference.forward(gate, up, activation), (gate, up)
 
 
-def _swiglu_bwd(
-    activation: Activation, chosen: Implementation, residuals: tuple[Array, Array], dy: Array
-) -> tuple[Array, Array]:
-    return _BACKWARD[chosen](*residuals, dy, activation)
+def _swiglu_bwd(activation: Activation, residuals: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
+    return reference.backward(*residuals, dy, activation)
 
 
 _swiglu.defvjp(_swiglu_fwd, _swiglu_bwd)

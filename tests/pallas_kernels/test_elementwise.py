@@ -17,8 +17,6 @@ from pallas_kernels.rope import explain as explain_rope
 from pallas_kernels.rope import mosaic_gpu as rope_kernel
 from pallas_kernels.rope import reference as rope_reference
 from pallas_kernels.rope import rope
-from pallas_kernels.swiglu import mosaic_gpu as swiglu_kernel
-from pallas_kernels.swiglu import reference as swiglu_reference
 from pallas_kernels.swiglu import swiglu
 
 F32 = {"rtol": 1e-5, "atol": 1e-5}  # f32 has 24 bits; sums of up to 129 terms of size 1 to 10
@@ -286,31 +284,6 @@ Q, K, TABLE = (2, 3, 4, 8), (2, 3, 2, 8), (2, 3, 4)
 def test_wrong_arguments_are_named(call: Callable, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call(lambda shape, dtype="float32": jnp.zeros(shape, dtype))
-
-
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
-def test_interpreted_swiglu_backward(activation: str, normal: Callable, capfd: pytest.CaptureFixture) -> None:
-    gate, up, dy = normal(6, *[(3, 2048)] * 3, dtype=jnp.bfloat16)
-    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
-        got = swiglu_kernel.backward(gate, up, dy, activation)
-    assert "RACE" not in capfd.readouterr().out
-    for ours, plain in zip(got, swiglu_reference.backward(gate, up, dy, activation), strict=True):
-        np.testing.assert_array_equal(ours, plain)  # the same operations in f32, one rounding
-
-
-def test_swiglu_backward_lowers_for_the_gpu_and_says_what_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_platform, "compute_capability", lambda: (9, 0))
-    gate = jax.ShapeDtypeStruct((4, 2048), jnp.bfloat16)
-    for activation in ("silu", "gelu_tanh"):
-        gradient = jax.jit(jax.grad(lambda g, u, a=activation: swiglu(g, u, activation=a).astype(jnp.float32).sum()))
-        assert "mosaic_gpu" in gradient.trace(gate, gate).lower(lowering_platforms=("cuda",)).as_text()
-    for shape, dtype, activation, reason in (
-        ((5, 9), jnp.bfloat16, "silu", "multiple of 2048"),
-        ((2048,), jnp.float32, "silu", "it needs bfloat16"),
-        ((2048,), jnp.bfloat16, "gelu", "error function"),
-    ):
-        with pytest.raises(NotImplementedError, match=reason):
-            swiglu(*[jnp.ones(shape, dtype)] * 2, activation=activation, implementation="mosaic_gpu")
 
 
 # one row a block; several, next to each other and, where the scale's gradient is summed, 8 apart; 5 rows, which
