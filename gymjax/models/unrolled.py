@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from pallas_kernels.nf4_linear import NF4Weight
+
 Body = Callable[[Any, Any, Any], tuple[Any, Any]]
 
 
@@ -21,7 +23,8 @@ def run_unrolled(body: Body, carry: Any, trained: Any, rest: Any, policy: Callab
 
     What is kept goes through a barrier in the backward pass, so that nothing made of it is shared with the forward pass
     and held in between. Weights do not, as slices of stacked arrays are read in place by those that multiply with them,
-    and barriers want them copied: what is made of weights alone (casts, joined adapters) is shared.
+    and barriers want them copied: what is made of weights alone (casts, joined adapters) is shared. Packed weights do:
+    their tables are constants of the layer, and with such (jax 0.11) it is all arguments or none.
 
     Args:
         body: one layer.
@@ -34,7 +37,8 @@ def run_unrolled(body: Body, carry: Any, trained: Any, rest: Any, policy: Callab
         (the last layer's carry, every layer's `out` stacked).
     """
     count = len(jax.tree.leaves((trained, rest))[0])
-    layer = jax.checkpoint(body, prevent_cse=(True, False, False), policy=policy)
+    packed = any(map(_is_packed, jax.tree.leaves(rest, is_leaf=_is_packed)))
+    layer = jax.checkpoint(body, prevent_cse=packed or (True, False, False), policy=policy)
     split, tree = jax.tree.flatten(trained)
     layers = (
         [tree.unflatten(leaves) for leaves in zip(*map(_unstack, split), strict=True)] if split else [trained] * count
@@ -44,6 +48,10 @@ def run_unrolled(body: Body, carry: Any, trained: Any, rest: Any, policy: Callab
         carry, out = layer(carry, layers[index], jax.tree.map(lambda leaf, index=index: leaf[index], rest))
         outs.append(out)
     return carry, jax.tree.map(lambda *parts: jnp.stack(parts), *outs)
+
+
+def _is_packed(leaf: Any) -> bool:
+    return isinstance(leaf, NF4Weight)
 
 
 @jax.custom_vjp
