@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 
 from gymjax.config.ranges import out_of_range
+from gymjax.config.remat import is_list
 from gymjax.config.sections import KEPT_NAMES, REMAT, UNROLLED, AdapterConfig, Config
 
 Problem = tuple[tuple[str, ...], str]
@@ -177,10 +178,6 @@ def _mesh(config: Config) -> Iterator[Problem]:
 
 def _remat(config: Config) -> Iterator[Problem]:
     wanted = config.train.gradient_checkpointing
-    words = {word.strip() for word in wanted.split(",")}
-    names = words - {UNROLLED}
-    if wanted not in REMAT and not (
-        names <= set(KEPT_NAMES) or (names != words and names in ({"full"}, {"selective"}))
-    ):
+    if wanted not in REMAT and not is_list(",".join(word.strip() for word in wanted.split(",")), KEPT_NAMES):
         known = f"{', '.join(REMAT)}, or names of {', '.join(KEPT_NAMES)} joined by commas, with {UNROLLED} among them"
         yield ("gradient_checkpointing",), f"gradient_checkpointing must be one of {known}; is {wanted!r}"

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from gymjax.config.remat import is_list, split_words
 from gymjax.config.sections import KEPT_NAMES, UNROLLED, UNROLLED_NAMES
 from gymjax.nn.routing import ROUTING_NAME
 from pallas_kernels.lora_linear import LOW_NAME
@@ -22,21 +23,19 @@ REMAT = ("none", "full", "selective", "offload")
 
 def check(remat: str) -> None:
     """Raises ValueError where `remat` is nothing that `Decoder.trunk` knows."""
-    words, extra = _words(remat)
-    known = remat in REMAT or words in ({"full"}, {"selective"}) or words <= set(SAVED_NAMES)
-    if not known or len(words) + extra != len(remat.split(",")):
+    if remat not in REMAT and not is_list(remat, SAVED_NAMES):
         names = f"{', '.join(REMAT)}, or names of {', '.join(SAVED_NAMES)} joined by commas"
         raise ValueError(f"remat must be one of {names}, with {UNROLLED!r} where layers are unrolled, not {remat!r}")
 
 
 def is_unrolled(remat: str) -> bool:
     """Whether the layers are to follow each other in the program, see `unrolled.run_unrolled`."""
-    return _words(remat)[1]
+    return split_words(remat)[1]
 
 
 def kept_names(remat: str) -> frozenset[str]:
     """Names that a layer's forward pass keeps beside SMALL_NAMES; what "none" keeps beside them has none."""
-    words, unrolled = _words(remat)
+    words, unrolled = split_words(remat)
     if words <= {"full", "offload"}:
         return frozenset()
     if words <= {"none", "selective"}:
@@ -55,9 +54,3 @@ def scanned(remat: str) -> str:
 def policy(remat: str) -> Callable[..., Any]:
     """Of `jax.checkpoint`: keeps the names."""
     return jax.checkpoint_policies.save_only_these_names(*SMALL_NAMES, *kept_names(remat))
-
-
-def _words(remat: str) -> tuple[frozenset[str], bool]:
-    """(words but "unrolled", whether it is among them)."""
-    words = frozenset(remat.split(","))
-    return words - {UNROLLED}, UNROLLED in words

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -62,7 +61,5 @@ def _swiglu(gate: Array, up: Array, *, activation: Activation = "silu") -> Array
     return (active * up.astype(jnp.float32)).astype(gate.dtype)
 
 
-# In a layer XLA's rotation also takes q and k out of the joint product, and rounds and transposes the gradient of q
-# that attention sums in f32: a kernel would have passes of 64 MiB and more before it.
-_FUSED = LayerOps(rms_norm, rms_norm_residual, functools.partial(rope, implementation="xla"), swiglu)
+_FUSED = LayerOps(rms_norm, rms_norm_residual, rope, swiglu)
 _PLAIN = LayerOps(_rms_norm, _rms_norm_residual, _rope, _swiglu)

@@ -61,7 +61,9 @@ def _refusals(
     cos: Array | jax.ShapeDtypeStruct,
     interleaved: bool,
 ) -> _dispatch.Refusals:
-    return {"xla": None, "mosaic_gpu": mosaic_gpu.refuses(q, k, cos, interleaved)}  # the kernel has not been timed yet
+    # XLA first: in a layer its rotation also takes q and k out of the joint product, and rounds and transposes the
+    # gradient of q that attention sums in f32, for which the kernel needs passes of 64 MiB and more before it.
+    return {"xla": None, "mosaic_gpu": mosaic_gpu.refuses(q, k, cos, interleaved)}
 
 
 @jax.custom_vjp

@@ -36,6 +36,8 @@ CASES = [
         "k_product, attention, attention_lse, middle, gate, up, rows, hidden joined by commas, with unrolled among "
         "them; is 'some'",
     ),
+    ({"gradient_checkpointing": "q, v, q"}, "with unrolled among them; is 'q, v, q'"),
+    ({"gradient_checkpointing": "offload,unrolled"}, "with unrolled among them; is 'offload,unrolled'"),
     ({"metric_for_best_model": "bleu"}, "metric_for_best_model must be one of eval_loss, is 'bleu'"),
     ({"export_dtype": "int4"}, "export_dtype must be one of bfloat16, float16, float32, is 'int4'"),
     ({"adapter": "ia3"}, "adapter must be one of lora, qlora, is 'ia3'; or set finetuning_type, quantization_bit"),
