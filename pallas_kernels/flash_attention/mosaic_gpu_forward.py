@@ -14,7 +14,7 @@ from jax import lax
 
 from pallas_kernels._hopper import WARPGROUPS, drain, filled
 from pallas_kernels.flash_attention.bounds import key_tiles
-from pallas_kernels.flash_attention.mosaic_gpu_items import Forward, ForwardTiles
+from pallas_kernels.flash_attention.mosaic_gpu_items import Forward, ForwardTiles, turns
 from pallas_kernels.flash_attention.mosaic_gpu_tiles import Scores, accumulate, visit
 
 
@@ -49,12 +49,7 @@ def forward_tiles(q, k, v, lo, hi, sinks=None, *, scores: Scores, tiles: Forward
         def item(n):
             return call.item(ranges_ref, work_ref, block, n)
 
-        def leave_word():
-            """Tells the other that this one's scores are begun."""
-            plgpu.barrier_arrive(turn.at[1 - warpgroup])
-
-        def await_word():
-            plgpu.barrier_wait(turn.at[warpgroup])
+        leave_word, await_word = turns(turn, warpgroup)
 
         def begin_turns():
             """The first multiplies first."""

@@ -21,7 +21,7 @@ from jaxlib.mlir.dialects import arith
 
 from pallas_kernels._hopper import WARPGROUPS, drain, filled, padded
 from pallas_kernels.flash_attention.bounds import at_least_one, key_tiles
-from pallas_kernels.flash_attention.mosaic_gpu_items import Forward, ForwardTiles
+from pallas_kernels.flash_attention.mosaic_gpu_items import Forward, ForwardTiles, turns
 from pallas_kernels.flash_attention.mosaic_gpu_tiles import Scores, accumulate, anew, visit
 
 
@@ -43,12 +43,7 @@ def forward_wide(q, k, v, lo, hi, sinks=None, *, scores: Scores, tiles: ForwardT
         def item(n):
             return call.item(ranges_ref, work_ref, block, n)
 
-        def leave_word():
-            """Tells the other that its products may begin."""
-            plgpu.barrier_arrive(turn.at[1 - warpgroup])
-
-        def await_word():
-            plgpu.barrier_wait(turn.at[warpgroup])
+        leave_word, await_word = turns(turn, warpgroup)
 
         @pl.when(warpgroup < WARPGROUPS)
         def _compute():

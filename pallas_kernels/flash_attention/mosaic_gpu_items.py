@@ -63,6 +63,18 @@ class Item(NamedTuple):
     span: tuple
 
 
+def turns(barriers, warpgroup):
+    """(leave_word, await_word) of a compute warpgroup: that the other's products may begin, or this one's."""
+
+    def leave_word():
+        plgpu.barrier_arrive(barriers.at[1 - warpgroup])
+
+    def await_word():
+        plgpu.barrier_wait(barriers.at[warpgroup])
+
+    return leave_word, await_word
+
+
 @dataclasses.dataclass(frozen=True)
 class Forward:
     """One call of a forward kernel: sizes, and how the work is cut.

@@ -12,9 +12,10 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, scf, vector
+
+from pallas_kernels.flash_attention.mosaic_gpu_tanh import any_beyond
 
 FAR = 8.0  # in base 2: weights up to 256 are as exact in 16 bits as those up to 1
 
@@ -70,11 +71,8 @@ def _like(array, results):
 
 def _any_far(registers):
     """Whether a row of the warp has gone beyond FAR."""
-    i32 = ir.IntegerType.get_signless(32)
     farthest: Any = None
     for register in registers.flat:
         one = vector.extract(register, [], [0]) if isinstance(register.type, ir.VectorType) else register
         farthest = one if farthest is None else arith.maximumf(farthest, one)
-    ptx = f"{{ .reg .pred p, q; setp.gt.f32 p, $1, {FAR}; vote.sync.any.pred q, p, 0xffffffff; selp.b32 $0, 1, 0, q; }}"
-    voted = utils.inline_ptx(ptx, farthest, result_types=i32, convergent=True)
-    return arith.cmpi(arith.CmpIPredicate.ne, voted, arith.constant(i32, 0))
+    return any_beyond(farthest, FAR)

@@ -78,7 +78,7 @@ def _by_size(product, scale: float, ways: list[str]):
         def within(limit: float, then: Callable[[], list], otherwise: Callable[[], list]) -> list:
             types = [register.type for register in array.registers.flat]
             largest = min((limit / scale) ** 2, 3e38)  # a number of f32
-            choice: Any = scf.IfOp(_any_beyond(squares, largest), types, has_else=True)
+            choice: Any = scf.IfOp(any_beyond(squares, largest), types, has_else=True)
             for block, values in ((choice.then_block, otherwise), (choice.else_block, then)):
                 with ir.InsertionPoint(block):
                     scf.yield_(values())
@@ -108,8 +108,8 @@ def _largest_sum_of_squares(elements: list):
     return first
 
 
-def _any_beyond(value, limit: float):
-    """Whether a thread of the warp has a value that is not within the limit."""
+def any_beyond(value, limit: float):
+    """Whether a thread of the warp has a value that is not within the limit, which a NaN is not."""
     i32 = ir.IntegerType.get_signless(32)
     ptx = (
         f"{{ .reg .pred p, q; setp.gtu.f32 p, $1, {_number(limit)}; "
