@@ -23,7 +23,7 @@ from gymjax.models.decoder import Decoder
 from gymjax.models.decoder_config import DecoderConfig
 from gymjax.models.names import hf_weights, node_at
 from gymjax.optim.build import build
-from gymjax.training.compile import COMPILER_OPTIONS
+from gymjax.training.compile import compiler_options
 from gymjax.training.plan import Plan, choose
 from gymjax.training.step import StepSettings, init_state, make_step, split_model
 from gymjax.training.workload import Workload
@@ -224,7 +224,7 @@ def planned_step(setting: Setting, limit: int | None) -> tuple[Plan, optax.Gradi
     work = Workload(cfg, graphdef, state, frozen, settings, rows, length, 1, jnp.dtype(jnp.bfloat16))
     plan = choose(work, setting.remat, limit)
     step = make_step(graphdef, optimizer, plan.settings)
-    return plan, optimizer, jax.jit(step, donate_argnums=0, compiler_options=COMPILER_OPTIONS)
+    return plan, optimizer, jax.jit(step, donate_argnums=0, compiler_options=compiler_options(plan.settings))
 
 
 def random_model(shape: str, base: str) -> Decoder:

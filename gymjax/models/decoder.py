@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from gymjax.models import remat as kept
 from gymjax.models.block import Block
 from gymjax.models.decoder_config import DecoderConfig
+from gymjax.models.in_place import scan_in_place
 from gymjax.models.offload import scan_offloaded
 from gymjax.models.unrolled import run_unrolled
 from gymjax.nn.attention import LayerCache, RopeTables
@@ -124,7 +125,8 @@ class Decoder(nnx.Module):
                 keeps all, are of layers that are not scanned, see `run_unrolled`.
             attention: flash-attention implementation; None picks the fastest.
             counted_BT: tokens that count in the routers' statistics; None: none are made.
-            fused_ops: norms, rotations and gates as kernels with gradients of their own; False: as plain jnp.
+            fused_ops: norms, rotations and gates as kernels with gradients of their own, and what layers keep written
+                where it stays, see `scan_in_place`; False: as plain jnp, in a scan that `jax.grad` turns around.
 
         Returns:
             (hidden states after the final norm, statistics of every router, stacked over the layers that have one, or
@@ -196,7 +198,7 @@ class Decoder(nnx.Module):
         for i, blocks in enumerate(self.stacks):
             stack_key = None if key is None else jax.random.fold_in(key, i)
             kv = (None, None) if cache is None else (cache.k[i], cache.v[i])
-            x_BTD, (k, v), stack_stats = _scan_stack(run, blocks, x_BTD, kv, stack_key, remat)
+            x_BTD, (k, v), stack_stats = _scan_stack(run, blocks, x_BTD, kv, stack_key, remat, fused_ops)
             keys.append(k)
             values.append(v)
             stats += [layer for layer in stack_stats if layer is not None]
@@ -204,7 +206,7 @@ class Decoder(nnx.Module):
         return x_BTD, (tuple(keys), tuple(values)), joined
 
 
-def _scan_stack(run, blocks: nnx.List, x_BTD: Array, kv, key: jax.Array | None, remat: str):
+def _scan_stack(run, blocks: nnx.List, x_BTD: Array, kv, key: jax.Array | None, remat: str, fused_ops: bool):
     """Scans `run` over the repetitions of a stack; the cache travels in the carry, so that it is updated in place."""
     graphdef, trained, state = nnx.split(blocks, Trained, ...)
     repeats = jax.tree.leaves((trained, state))[0].shape[0]
@@ -222,8 +224,12 @@ def _scan_stack(run, blocks: nnx.List, x_BTD: Array, kv, key: jax.Array | None, 
     if kept.is_unrolled(remat):
         (x_BTD, kv), stats = run_unrolled(body, (x_BTD, kv), trained, rest, kept.policy(remat))
         return x_BTD, kv, stats
-    if remat != "none":
-        body = jax.checkpoint(body, prevent_cse=False, policy=kept.policy(remat))
+    policy = None if remat == "none" else kept.policy(remat)
+    if fused_ops and kv[0] is None:
+        x_BTD, stats = scan_in_place(lambda x, *layer: _drop_cache(body((x, kv), *layer)), x_BTD, trained, rest, policy)
+        return x_BTD, kv, stats
+    if policy is not None:
+        body = jax.checkpoint(body, prevent_cse=False, policy=policy)
     (x_BTD, kv), stats = jax.lax.scan(lambda carry, layer: body(carry, *layer), (x_BTD, kv), (trained, rest))
     return x_BTD, kv, stats
 

@@ -18,13 +18,21 @@ from gymjax.training.kernels_ahead import kernels_ahead
 from gymjax.training.metrics import GIB, device_memory_gib
 from gymjax.training.step import StepSettings, TrainState, make_step
 
-COMPILER_OPTIONS = {"xla_gpu_memory_limit_slop_factor": 1000}
-"""Leave to the plan what is computed again; it refuses what does not fit before anything is compiled.
 
-XLA computes again too where temporaries need more than 95 % of what the arguments leave of 0.8 of the GPU's memory,
-however much of it the allocator may use: with 130 of 140 GiB allowed and 117 needed, it gathered the rows of experts
-three times. The factor takes the place of the 95.
-"""
+def compiler_options(settings: StepSettings) -> dict[str, Any]:
+    """XLA's options for a step.
+
+    What is computed again is left to the plan, which refuses what does not fit before anything is compiled. XLA
+    computes again too where temporaries need more than 95 % of what the arguments leave of 0.8 of the GPU's memory,
+    however much of it the allocator may use: with 130 of 140 GiB allowed and 117 needed, it gathered the rows of
+    experts three times. The factor takes the place of the 95.
+
+    Products are cuBLAS' from the beginning, not after Triton's have been tried: only then XLA lets them read a layer's
+    weights where they are stacked, and write into the stacks of `scan_in_place`. In other scans it would run a product
+    twice for that, so that without fused operations its choice stays its own.
+    """
+    options: dict[str, Any] = {"xla_gpu_memory_limit_slop_factor": 1000}
+    return options | ({"xla_gpu_enable_triton_gemm": False} if settings.fused_ops else {})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +67,7 @@ def jit_step(
     """
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
     step = make_step(graphdef, optimizer, settings)
-    return jax.jit(step, donate_argnums=0, out_shardings=(shardings, None), compiler_options=COMPILER_OPTIONS)
+    return jax.jit(step, donate_argnums=0, out_shardings=(shardings, None), compiler_options=compiler_options(settings))
 
 
 def compile_program(jitted: Any, *arguments: Any) -> Program:
