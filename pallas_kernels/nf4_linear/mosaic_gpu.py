@@ -32,6 +32,7 @@ from pallas_kernels.nf4_linear.mosaic_gpu_decode import (
     loads_first,
 )
 from pallas_kernels.nf4_linear.mosaic_gpu_matmul import DEPTH, WIDTH, MatmulTiles, multiply, suitable_tiles
+from pallas_kernels.nf4_linear.mosaic_gpu_turned import TurnedTiles, multiply_turned
 from pallas_kernels.nf4_linear.reference import NESTED_BLOCK
 
 WIDEST = 2048  # elements of a tile's row, which are 4 KiB of the result in one piece
@@ -86,7 +87,7 @@ def fused(
     *,
     transpose: bool,
     extra: tuple[Array, Array] | None = None,
-    tiles: MatmulTiles | None = None,
+    tiles: MatmulTiles | TurnedTiles | None = None,
 ) -> Array:
     """x @ W.T, or x @ W with `transpose`, decoding the weight inside the product.
 
@@ -96,7 +97,7 @@ def fused(
         shape: (O, I).
         transpose: whether the sum runs over O.
         extra: None, or (low (*B, R), up (O, R)) for `+ low @ up.T`; with `transpose` up is (R, I), for `+ low @ up`.
-        tiles: sizes; None for what suits the shapes.
+        tiles: sizes, and by their kind the kernel; None for what suits the shapes.
 
     Returns:
         (*B, O), or (*B, I) with `transpose`, in x.dtype, summed in f32.
@@ -114,10 +115,16 @@ def fused(
         rows = math.prod(x.shape[:-1])
         sizes = tiles or suitable_tiles(rows, out)
         x_flat, *low_flat = (padded(one.reshape(rows, -1), sizes.rows, DEPTH) for one in (x, *low))
-        both = None if up is None else (low_flat[0], padded(up, *((DEPTH, 1) if transpose else (1, DEPTH))))
-        y = multiply(
-            *(x_flat, codes, absmax, nested_absmax, offset), shape=shape, transpose=transpose, extra=both, tiles=sizes
-        )
+        turned = isinstance(sizes, TurnedTiles)
+        if turned and transpose and up is not None:
+            up = up.T
+        along_sum = (DEPTH, 1) if transpose and not turned else (1, DEPTH)
+        both = None if up is None else (low_flat[0], padded(up, *along_sum))
+        arrays = x_flat, codes, absmax, nested_absmax, offset, both
+        if isinstance(sizes, TurnedTiles):
+            y = multiply_turned(*arrays, shape=shape, transpose=transpose, tiles=sizes)
+        else:
+            y = multiply(*arrays, shape=shape, transpose=transpose, tiles=sizes)
         return y[:rows].reshape(*x.shape[:-1], out)
 
     @run.def_vmap

@@ -49,7 +49,6 @@ from pallas_kernels.nf4_linear.mosaic_gpu_fragments import (
 )
 
 WIDTH = WARPGROUPS * ROWS  # columns of a tile of the result
-AHEAD = 2  # steps that codes and scales are asked for before they are wanted
 PIECE = 64  # rows of the result that leave through one slot of shared memory
 
 
@@ -89,8 +88,10 @@ def suitable_turned(rows: int, depth: int, width: int) -> TurnedTiles:
 
 
 @functools.partial(jax.jit, static_argnames=("shape", "transpose", "tiles"), inline=True)  # for calls one by one
-def multiply_turned(x, codes, absmax, nested_absmax, offset, *, shape, transpose: bool, tiles: TurnedTiles):
-    """x @ W.T, or x @ W with `transpose`, for a packed W of `shape`, summed in f32.
+def multiply_turned(
+    x, codes, absmax, nested_absmax, offset, extra=None, *, shape, transpose: bool, tiles: TurnedTiles
+):
+    """x @ W.T + low @ up.T, or x @ W + low @ up.T with `transpose`, for a packed W of `shape`, summed in f32.
 
     Args:
         x: (M, I), or (M, O) with `transpose`; M a multiple of tiles.rows, bfloat16 or float16.
@@ -98,6 +99,8 @@ def multiply_turned(x, codes, absmax, nested_absmax, offset, *, shape, transpose
         absmax: of the blocks.
         nested_absmax: of double quantization.
         offset: of double quantization.
+        extra: None or (low (M, R), up (O, R), or (I, R) with `transpose`), R a multiple of DEPTH, in x's dtype: steps
+            more, whose operands are loaded as they are; where the sum is in parts they are XLA's.
         shape: (O, I), both multiples of WIDTH.
         transpose: whether the sum runs over O.
         tiles: sizes.
@@ -108,8 +111,10 @@ def multiply_turned(x, codes, absmax, nested_absmax, offset, *, shape, transpose
     (rows, depth), dtype, staged = x.shape, x.dtype, tiles.staged
     width, stages, splits = shape[1] if transpose else shape[0], tiles.stages, tiles.splits
     team = 2 if tiles.pair else 1
-    steps, left = divmod(depth, DEPTH * splits)
-    if rows % tiles.rows or left or steps < 2 or width % (team * WIDTH):
+    packed_steps, left = divmod(depth, DEPTH * splits)
+    more = extra if splits == 1 and extra is not None else ()
+    steps = packed_steps + (more[0].shape[1] // DEPTH if more else 0)
+    if rows % tiles.rows or left or packed_steps < 2 or width % (team * WIDTH):
         raise ValueError(
             f"M={rows} must be a multiple of {tiles.rows}, the sum's length {depth} of {DEPTH * splits} and twice that, "
             f"the width {width} of {team * WIDTH}; pad x"
@@ -120,8 +125,8 @@ def multiply_turned(x, codes, absmax, nested_absmax, offset, *, shape, transpose
     weight_rows, weight_columns = tile_of_weight(transpose)
 
     def kernel(refs, scratch):
-        x_ref, codes_ref, *of_scales, out_ref = refs
-        scales = Scales(*of_scales)
+        x_ref, codes_ref, *rest, out_ref = refs
+        scales, more_refs = Scales(*rest[: len(Scales._fields)]), rest[len(Scales._fields) :]
         x_smem, codes_smem, scales_smem, out_smem, staging, ready, free = scratch
         block, warpgroup = lax.axis_index("blocks"), lax.axis_index("warpgroup")
         mine = lax.div(items - block + (blocks - 1), jnp.int32(blocks))  # tiles of this block
@@ -135,7 +140,7 @@ def multiply_turned(x, codes, absmax, nested_absmax, offset, *, shape, transpose
 
         @pl.when(warpgroup < WARPGROUPS)
         def _multiply():
-            plgpu.set_max_registers(224, action="increase")
+            plgpu.set_max_registers(216, action="increase")
             values = code_values(scales)
 
             def slot_of(number):
@@ -152,6 +157,9 @@ def multiply_turned(x, codes, absmax, nested_absmax, offset, *, shape, transpose
                 )
 
             def tile(n, _):
+                row, column, split = corner(n)
+                mine_of_width = pl.ds(column + warpgroup * ROWS, ROWS)
+
                 def sum_up(acc_ref):
                     def multiply(number, operand):
                         if staged:
@@ -160,14 +168,18 @@ def multiply_turned(x, codes, absmax, nested_absmax, offset, *, shape, transpose
                             operand = staging.at[warpgroup]
                         plgpu.wgmma(acc_ref, operand, x_smem.at[slot_of(number)].transpose((1, 0)))
 
-                    def step(number, operands):
+                    def multiply_next(number, operands):
+                        """Begins a step's products and gives back the slot of those before, which are done."""
                         before, operand = operands
                         multiply(number, operand)
                         plgpu.wgmma_wait(1)
                         if not staged:
                             in_use(before)
                         plgpu.barrier_arrive(free.at[slot_of(number - 1)])
-                        return operand, decoded(number + 1)
+                        return operand
+
+                    def step(number, operands):
+                        return multiply_next(number, operands), decoded(number + 1)
 
                     def two_steps(turn, operands):
                         return step(first + 2 * turn + 2, step(first + 2 * turn + 1, operands))
@@ -175,17 +187,21 @@ def multiply_turned(x, codes, absmax, nested_absmax, offset, *, shape, transpose
                     first = n * steps
                     operand = decoded(first)
                     multiply(first, operand)
-                    operands = lax.fori_loop(0, (steps - 2) // 2, two_steps, (operand, decoded(first + 1)))
-                    if steps % 2:
-                        operands = step(first + steps - 2, operands)
+                    operands = operand, decoded(first + 1)
+                    operands = lax.fori_loop(0, (packed_steps - 2) // 2, two_steps, operands)
+                    if packed_steps % 2:
+                        operands = step(first + packed_steps - 2, operands)
+                    for k in range(packed_steps, steps):
+                        operand = multiply_next(first + k - 1, operands)
+                        plgpu.barrier_wait(ready.at[slot_of(first + k)])
+                        source = more_refs[1].at[mine_of_width, pl.ds((k - packed_steps) * DEPTH, DEPTH)]
+                        operands = operand, plgpu.load(source, layout=plgpu.Layout.WGMMA, optimized=False)
                     multiply(first + steps - 1, operands[1])
                     return acc_ref[...]
 
                 acc = pl.run_scoped(sum_up, plgpu.ACC((ROWS, tiles.rows), jnp.float32))
                 for back in (2, 1):
                     plgpu.barrier_arrive(free.at[slot_of((n + 1) * steps - back)])
-                row, column, split = corner(n)
-                mine_of_width = pl.ds(column + warpgroup * ROWS, ROWS)
                 if splits > 1:
                     store_part(acc, out_ref.at[split, pl.ds(row, tiles.rows), mine_of_width], staged=staged)
                     return
@@ -205,7 +221,7 @@ def multiply_turned(x, codes, absmax, nested_absmax, offset, *, shape, transpose
 
         @pl.when(warpgroup == WARPGROUPS)
         def _feed():
-            plgpu.set_max_registers(56, action="decrease")
+            plgpu.set_max_registers(72, action="decrease")
             offset, stride, total = scales.offset[0], shape[1] // BLOCK, mine * steps
             thread = threads()
             of_tile = (thread & (ROWS - 1)) * stride + (thread >> (ROWS.bit_length() - 1)) if transpose else thread * stride
@@ -217,6 +233,7 @@ def multiply_turned(x, codes, absmax, nested_absmax, offset, *, shape, transpose
 
             def load(number):
                 _, column, k = place(jnp.minimum(number, total - 1))
+                k = jnp.minimum(k, (splits * packed_steps - 1) * DEPTH)
                 w_row, w_column = (k, column) if transpose else (column, k)
                 across = pl.ds(lax.div(w_column, jnp.int32(2)), weight_columns // 2)
                 codes_of_tile = codes_ref.at[pl.ds(w_row, weight_rows), across]
@@ -226,19 +243,34 @@ def multiply_turned(x, codes, absmax, nested_absmax, offset, *, shape, transpose
 
             def step(number, loaded):
                 slot = lax.rem(number, jnp.int32(stages))
-                following = load(number + AHEAD)
                 row, _, k = place(number)
                 pl.when(number >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
-                source = x_ref.at[pl.ds(row, tiles.rows), pl.ds(k, DEPTH)]
-                shared = "pair" if tiles.pair else None
-                plgpu.copy_gmem_to_smem(source, x_smem.at[slot], ready.at[slot], collective_axes=shared)
-                codes, absmax, factor = loaded[0]
+
+                def copy(ref, first):
+                    source = ref.at[pl.ds(row, tiles.rows), pl.ds(first, DEPTH)]
+                    shared = "pair" if tiles.pair else None
+                    plgpu.copy_gmem_to_smem(source, x_smem.at[slot], ready.at[slot], collective_axes=shared)
+
+                if more_refs:
+                    pl.when(k < depth)(lambda: copy(x_ref, k))
+                    pl.when(k >= depth)(lambda: copy(more_refs[0], k - depth))
+                else:
+                    copy(x_ref, k)
+                codes, absmax, factor = loaded
                 found = finish_scales(scales, absmax, factor, offset, staged=staged)
                 store_tile(codes, found, codes_smem.at[slot], scales_smem.at[slot], transpose=transpose, staged=staged)
+                following = load(number + 2)  # in front of a barrier, behind which LLVM moves no load to its use
                 plgpu.barrier_arrive(ready.at[slot])
-                return *loaded[1:], following
+                return following
 
-            lax.fori_loop(0, total, step, tuple(load(jnp.int32(number)) for number in range(AHEAD)))
+            def two_steps(turn, loaded):  # two, so that nothing waits for a load to move it to other registers
+                return tuple(step(2 * turn + i, one) for i, one in enumerate(loaded))
+
+            def last_step():
+                step(total - 1, loaded[0])
+
+            loaded = lax.fori_loop(0, lax.div(total, jnp.int32(2)), two_steps, (load(jnp.int32(0)), load(jnp.int32(1))))
+            pl.when(lax.rem(total, jnp.int32(2)) == 1)(last_step)
             drain(total, stages, free)
 
     def tile(*shape: int):
@@ -261,8 +293,12 @@ def multiply_turned(x, codes, absmax, nested_absmax, offset, *, shape, transpose
     of_parts = ((splits, rows, width), jnp.float32) if splits > 1 else ((rows, width), dtype)
     out = jax.ShapeDtypeStruct(*of_parts)
     cluster = {"pair": 2} if tiles.pair else None
-    y = launch(kernel, scratch_types, x, *weight, out_type=out, grid={"blocks": blocks}, cluster=cluster)
-    return y.sum(0).astype(dtype) if splits > 1 else y
+    y = launch(kernel, scratch_types, x, *weight, *more, out_type=out, grid={"blocks": blocks}, cluster=cluster)
+    if splits == 1:
+        return y
+    if extra is None:
+        return y.sum(0).astype(dtype)
+    return (y.sum(0) + jnp.einsum("mr,or->mo", *extra, preferred_element_type=jnp.float32)).astype(dtype)
 
 
 def in_use(operand) -> None:
