@@ -146,13 +146,13 @@ def decode(codes, values, scales, *, dtype: DTypeLike, layout=None, staged: bool
         neighbour = arith.divui(lane, i32(SHARING))
         registers = np.empty_like(codes.registers)
         for i, register in enumerate(codes.registers):
-            word = utils.bitcast(register, word())
+            code = utils.bitcast(register, word())
             scale = shuffle(scales, arith.addi(neighbour, i32(i * WARP // SHARING)), lanes=WARP)
             pairs = []
             for byte in range(VECTOR):
-                nibbles = (arith.shrui(word, i32(8 * byte + shift)) for shift in (4, 0))
+                nibbles = (arith.shrui(code, i32(8 * byte + shift)) for shift in (4, 0))
                 high, low = (shuffle(values, nibble, lanes=16) for nibble in nibbles)
-                pairs.append(scaled_pair(high, low, scale, scale, dtype))
+                pairs.append(scaled_pair((high, low), (scale, scale), dtype))
             registers[i] = utils.vector_concat(pairs)
         registers = registers.reshape(layout.to_mgpu().registers_shape(shape))
         return mgpu.FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=None)
@@ -195,11 +195,11 @@ def _gather(ref, index, *, staged: bool):
     return load(ref, index)
 
 
-def scaled_pair(first, second, first_scale, second_scale, dtype: jnp.dtype):
-    """Two products of f32 numbers, each rounded, in one register of `dtype`."""
+def scaled_pair(numbers: tuple, scales: tuple, dtype: jnp.dtype):
+    """The products of two f32 numbers with two scales, each rounded, in one register of `dtype`."""
     ptx = "{ .reg .f32 a, b; mul.rn.f32 a, $1, $3; mul.rn.f32 b, $2, $4; "
     ptx += f"cvt.rn.{_PAIR[dtype.name]}.f32 $0, b, a; }}"
-    pair = utils.inline_ptx(ptx, first, second, first_scale, second_scale, result_types=word())
+    pair = utils.inline_ptx(ptx, *numbers, *scales, result_types=word())
     return utils.bitcast(pair, ir.VectorType.get((2,), utils.dtype_to_ir_type(dtype)))
 
 
@@ -234,8 +234,10 @@ def _array(element):
 
 
 def i32(value: int) -> ir.Value:
+    """A constant of 32 bits."""
     return utils.c(value, word())
 
 
 def word() -> ir.Type:
+    """The type of a register: 32 bits."""
     return ir.IntegerType.get_signless(32)

@@ -5,9 +5,9 @@ its codes lie far apart in the weight. So another warpgroup loads codes with wid
 needs (4 bytes in a word, by permutations of bytes) and leaves the words in shared memory, where a warp's 32 stand side
 by side. Then a nibble costs one shift, one shuffle that looks its value up, one multiplication and half a conversion.
 
-Along I (`x @ W.T`) a tile is 128 rows of the weight by 64 columns, a row to each thread pair's quarter, and a row has one
-scale. Along O (`dy @ W`) it is 64 by 128: rows of the operand are the weight's columns, and a column's elements have a
-scale each.
+Where the sum runs along I (`x @ W.T`), a tile is 128 rows of the weight by 64 columns, and each row has one scale.
+Where it runs along O (`dy @ W`), it is 64 by 128: the operand's rows are the weight's columns, and each step along the
+sum has a scale of its own, in both operands.
 
 The interpreter runs no inline assembly: with `staged`, codes stay as they are and plain array operations decode.
 """
@@ -23,7 +23,17 @@ from jax.typing import DTypeLike
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from pallas_kernels.nf4_linear.mosaic_gpu_decode import BLOCK, EACH, THREADS, WARP, element, i32, scaled_pair, shuffle, word
+from pallas_kernels.nf4_linear.mosaic_gpu_decode import (
+    BLOCK,
+    EACH,
+    THREADS,
+    WARP,
+    element,
+    i32,
+    scaled_pair,
+    shuffle,
+    word,
+)
 
 ROWS, DEPTH = 64, 64  # of one operand: a warpgroup's
 FRAGMENTS = 2  # operands of a tile, each another warpgroup's
@@ -151,7 +161,8 @@ def _place_along_i(words, ref, thread) -> None:
     warp, half = arith.divui(row, i32(16)), arith.remui(arith.divui(row, i32(8)), i32(2))
     for fragment, four in enumerate(words):
         at = _along_i(arith.addi(warp, i32(4 * fragment)), half, chunk, lane)
-        _store(ref, at, utils.vector_concat([utils.bitcast(one, _ONE_WORD()) for one in _transposed(four)]))
+        one_word = ir.VectorType.get((1,), word())
+        _store(ref, at, utils.vector_concat([utils.bitcast(one, one_word) for one in _transposed(four)]))
 
 
 def _place_along_o(words, ref, thread) -> None:
@@ -162,8 +173,8 @@ def _place_along_o(words, ref, thread) -> None:
     high, low = i32(-0x0F0F0F10), i32(0x0F0F0F0F)  # 0xF0F0F0F0 as a signed number
     even, odd = [], []
     for first, second in words:
-        even.append(_either(arith.andi(first, high), arith.andi(arith.shrui(second, i32(4)), low)))
-        odd.append(_either(arith.andi(arith.shli(first, i32(4)), high), arith.andi(second, low)))
+        even.append(arith.ori(arith.andi(first, high), arith.andi(arith.shrui(second, i32(4)), low)))
+        odd.append(arith.ori(arith.andi(arith.shli(first, i32(4)), high), arith.andi(second, low)))
     for parity, four in enumerate((even, odd)):
         for pair_of_rows, one in enumerate(_transposed(four)):
             row = 2 * pair_of_rows + parity
@@ -184,8 +195,11 @@ def _along_o(warp, sixteen, lane):
 
 def _pair(values, dtype, first, second, scales):
     """Two neighbours of the sum in one register; of each, the word of codes and how far its nibble is shifted."""
-    found = (shuffle(values, arith.shrui(code, i32(shift)) if shift else code, lanes=16) for code, shift in (first, second))
-    return scaled_pair(*found, *scales, dtype)
+
+    def look_up(code, shift: int):
+        return shuffle(values, arith.shrui(code, i32(shift)) if shift else code, lanes=16)
+
+    return scaled_pair((look_up(*first), look_up(*second)), scales, dtype)
 
 
 def _decode_staged(codes_ref, scales_ref, values, warpgroup, dtype, transpose: bool):
@@ -227,10 +241,6 @@ def _store(pointer, index, value) -> None:
     llvm.store(value, utils.getelementptr(pointer, [index], word()), alignment=utils.bitwidth(value.type) // 8)
 
 
-def _either(a, b):
-    return arith.ori(a, b)
-
-
 def _value(number):
     return i32(number) if isinstance(number, int) else number
 
@@ -244,7 +254,3 @@ def _sum(first, *more):
     for one in more:
         total = arith.addi(total, _value(one))
     return total
-
-
-def _ONE_WORD():
-    return ir.VectorType.get((1,), word())

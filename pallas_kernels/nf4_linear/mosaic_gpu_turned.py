@@ -80,17 +80,16 @@ def suitable_turned(rows: int, depth: int, width: int) -> TurnedTiles:
     blocks, tiles, steps = _platform.multiprocessors(), -(-rows // size) * (width // WIDTH), depth // DEPTH
 
     def time(splits: int) -> float:
-        """Steps that a block makes, and what reading and adding up the parts costs, as steps."""
-        return -(-tiles * splits // blocks) * (steps // splits) + (splits > 1) * (8 + 2 * splits)
+        """Steps that a block makes, and what writing and adding up the parts costs, as steps."""
+        of_parts = 5 + splits * rows * width / 2**18 if splits > 1 else 0
+        return -(-tiles * splits // blocks) * (steps // splits) + of_parts
 
     splits = min((one for one in (1, 2, 3, 4, 8) if steps % one == 0), key=time)
     return TurnedTiles(rows=size, splits=splits, pair=pair)
 
 
 @functools.partial(jax.jit, static_argnames=("shape", "transpose", "tiles"), inline=True)  # for calls one by one
-def multiply_turned(
-    x, codes, absmax, nested_absmax, offset, extra=None, *, shape, transpose: bool, tiles: TurnedTiles
-):
+def multiply_turned(x, codes, absmax, nested_absmax, offset, extra=None, *, shape, transpose: bool, tiles: TurnedTiles):
     """x @ W.T + low @ up.T, or x @ W + low @ up.T with `transpose`, for a packed W of `shape`, summed in f32.
 
     Args:
@@ -116,8 +115,8 @@ def multiply_turned(
     steps = packed_steps + (more[0].shape[1] // DEPTH if more else 0)
     if rows % tiles.rows or left or packed_steps < 2 or width % (team * WIDTH):
         raise ValueError(
-            f"M={rows} must be a multiple of {tiles.rows}, the sum's length {depth} of {DEPTH * splits} and twice that, "
-            f"the width {width} of {team * WIDTH}; pad x"
+            f"M={rows} must be a multiple of {tiles.rows}, the sum's length {depth} of {DEPTH * splits} and more, the "
+            f"width {width} of {team * WIDTH}; pad x"
         )
     of_rows = rows // tiles.rows
     items = of_rows * splits * (width // (team * WIDTH))
@@ -224,7 +223,9 @@ def multiply_turned(
             plgpu.set_max_registers(72, action="decrease")
             offset, stride, total = scales.offset[0], shape[1] // BLOCK, mine * steps
             thread = threads()
-            of_tile = (thread & (ROWS - 1)) * stride + (thread >> (ROWS.bit_length() - 1)) if transpose else thread * stride
+            of_tile = (
+                (thread & (ROWS - 1)) * stride + (thread >> (ROWS.bit_length() - 1)) if transpose else thread * stride
+            )
 
             def place(number):
                 """First row and column of a step's tile of the result, and where along the sum it starts."""
