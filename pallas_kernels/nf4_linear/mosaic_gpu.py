@@ -32,12 +32,13 @@ from pallas_kernels.nf4_linear.mosaic_gpu_decode import (
     loads_first,
 )
 from pallas_kernels.nf4_linear.mosaic_gpu_matmul import DEPTH, WIDTH, MatmulTiles, multiply, suitable_tiles
-from pallas_kernels.nf4_linear.mosaic_gpu_turned import TurnedTiles, multiply_turned
+from pallas_kernels.nf4_linear.mosaic_gpu_turned import TurnedTiles, multiply_turned, suitable_turned
 from pallas_kernels.nf4_linear.reference import NESTED_BLOCK
 
 WIDEST = 2048  # elements of a tile's row, which are 4 KiB of the result in one piece
 DTYPES = ("bfloat16", "float16")
 FUSED_ROWS = 64  # of x, up to which decoding inside the product costs less than writing the decoded weight
+TURNED_ROWS = 0  # likewise by the turned kernel, for more rows than those; no GPU has timed it yet
 
 Packed = tuple[Array, Array, Array | None, Array | None]
 """NF4Weight's codes, absmax, nested_absmax and offset, of one layer."""
@@ -77,7 +78,7 @@ def tile_shape(shape: tuple[int, int]) -> tuple[int, int]:
 
 def fuses(rows: int, shape: tuple[int, int]) -> bool:
     """Whether a product with so many rows of x should decode the weight itself."""
-    return rows <= FUSED_ROWS and shape[0] % WIDTH == 0 and shape[1] % WIDTH == 0
+    return rows <= max(FUSED_ROWS, TURNED_ROWS) and shape[0] % WIDTH == 0 and shape[1] % WIDTH == 0
 
 
 def fused(
@@ -113,7 +114,11 @@ def fused(
         up = others.pop() if low else None
         nested_absmax, offset = others or (None, None)
         rows = math.prod(x.shape[:-1])
-        sizes = tiles or suitable_tiles(rows, out)
+        sizes = tiles
+        if sizes is None and FUSED_ROWS < rows <= TURNED_ROWS:
+            sizes = suitable_turned(rows, x.shape[-1], out)
+        elif sizes is None:
+            sizes = suitable_tiles(rows, out)
         x_flat, *low_flat = (padded(one.reshape(rows, -1), sizes.rows, DEPTH) for one in (x, *low))
         turned = isinstance(sizes, TurnedTiles)
         if turned and transpose and up is not None:

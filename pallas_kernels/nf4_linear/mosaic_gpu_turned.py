@@ -85,7 +85,7 @@ def suitable_turned(rows: int, depth: int, width: int) -> TurnedTiles:
         return -(-tiles * splits // blocks) * (steps // splits) + of_parts
 
     splits = min((one for one in (1, 2, 3, 4, 8) if steps % one == 0), key=time)
-    return TurnedTiles(rows=size, splits=splits, pair=pair)
+    return TurnedTiles(rows=size, stages=5 if size == 256 else 8, splits=splits, pair=pair)  # 215 KiB, or 197 at most
 
 
 @functools.partial(jax.jit, static_argnames=("shape", "transpose", "tiles"), inline=True)  # for calls one by one
@@ -196,6 +196,8 @@ def multiply_turned(x, codes, absmax, nested_absmax, offset, extra=None, *, shap
                         source = more_refs[1].at[mine_of_width, pl.ds((k - packed_steps) * DEPTH, DEPTH)]
                         operands = operand, plgpu.load(source, layout=plgpu.Layout.WGMMA, optimized=False)
                     multiply(first + steps - 1, operands[1])
+                    if not staged:
+                        in_use(operands[0])
                     return acc_ref[...]
 
                 acc = pl.run_scoped(sum_up, plgpu.ACC((ROWS, tiles.rows), jnp.float32))
@@ -222,10 +224,9 @@ def multiply_turned(x, codes, absmax, nested_absmax, offset, extra=None, *, shap
         def _feed():
             plgpu.set_max_registers(72, action="decrease")
             offset, stride, total = scales.offset[0], shape[1] // BLOCK, mine * steps
-            thread = threads()
-            of_tile = (
-                (thread & (ROWS - 1)) * stride + (thread >> (ROWS.bit_length() - 1)) if transpose else thread * stride
-            )
+            of_tile = threads() * stride  # blocks from the tile's first; in two columns of blocks along O
+            if transpose:
+                of_tile = (threads() & (ROWS - 1)) * stride + (threads() >> (ROWS.bit_length() - 1))
 
             def place(number):
                 """First row and column of a step's tile of the result, and where along the sum it starts."""

@@ -191,7 +191,7 @@ def test_turned_tiles_keep_the_multiprocessors_at_work() -> None:
         (512, 14336, 4096, TurnedTiles(splits=2)),
         (256, 14336, 4096, TurnedTiles(splits=4)),
         (256, 4096, 14336, TurnedTiles()),
-        (100, 4096, 14336, TurnedTiles(rows=128)),
+        (100, 4096, 14336, TurnedTiles(rows=128, stages=8)),
         (2048, 4096, 896, TurnedTiles(splits=2, pair=False)),
     ):
         assert suitable_turned(rows, depth, width) == tiles, (rows, depth, width)
@@ -222,13 +222,14 @@ def test_the_turned_product_lowers(transpose: bool, splits: int) -> None:
 
 
 @pytest.mark.usefixtures("hopper")
-def test_few_rows_decode_inside_the_product() -> None:
+def test_few_rows_decode_inside_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
     w = random_weight(jax.random.key(0), (256, 256))
 
     def gradient(x: jax.Array) -> jax.Array:
         return jax.grad(lambda x: nf4_linear(x, w).var())(x)
 
-    for rows, products in ((7, 0), (64, 0), (70, 2)):
+    for rows, turned_rows, products in ((7, 0, 0), (64, 0, 0), (70, 0, 2), (100, 256, 0)):
+        monkeypatch.setattr(mosaic_gpu, "TURNED_ROWS", turned_rows)
         text = lowered(gradient, jnp.ones((rows, 256), jnp.bfloat16))
         assert text.count("@mosaic_gpu_v2") == 2
         assert text.count("stablehlo.dot_general") == products
