@@ -36,6 +36,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "4 slots": {"stages": 4},
     "3 slots": {"stages": 3},
     "128 rows": {"rows": 128, "stages": 8},
+    "256 rows": {"rows": 256, "stages": 5},
     "1 part": {"splits": 1},
     "2 parts": {"splits": 2},
     "4 parts": {"splits": 4},

@@ -13,6 +13,7 @@ multiprocessors, blocks share the sum: each writes a part in f32, and XLA adds t
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.experimental.pallas as pl
@@ -74,18 +75,20 @@ class TurnedTiles:
 
 
 def suitable_turned(rows: int, depth: int, width: int) -> TurnedTiles:
-    """Tiles of as many rows as x has, to 256, and as many parts of the sum as keep the multiprocessors at work."""
-    size = next((size for size in (64, 128) if rows <= size), 256)
-    pair = width % (2 * WIDTH) == 0
-    blocks, tiles, steps = _platform.multiprocessors(), -(-rows // size) * (width // WIDTH), depth // DEPTH
+    """Tiles and parts of the sum that should take the fewest cycles, by what goes through shared memory."""
+    blocks, steps = _platform.multiprocessors(), depth // DEPTH
 
-    def time(splits: int) -> float:
-        """Steps that a block makes, and what writing and adding up the parts costs, as steps."""
-        of_parts = 5 + splits * rows * width / 2**18 if splits > 1 else 0
-        return -(-tiles * splits // blocks) * (steps // splits) + of_parts
+    def cycles(form: tuple[int, int]) -> float:
+        """Those of a block: a step reads x's tile twice and writes it once, and decodes; parts are added up by XLA."""
+        size, splits = form
+        items = -(-rows // size) * (width // WIDTH) * splits
+        of_parts = 5000 + splits * rows * width / 200 if splits > 1 else 0
+        return -(-items // blocks) * (steps // splits) * (3 * size + 350) + of_parts
 
-    splits = min((one for one in (1, 2, 3, 4, 8) if steps % one == 0), key=time)
-    return TurnedTiles(rows=size, stages=5 if size == 256 else 8, splits=splits, pair=pair)  # 215 KiB, or 197 at most
+    parts = [one for one in (1, 2, 3, 4, 8) if steps % one == 0 and steps >= 2 * one]
+    size, splits = min(itertools.product((64, 128, 256), parts), key=cycles)
+    pair, stages = width % (2 * WIDTH) == 0, 5 if size == 256 else 8  # slots: 215 KiB, or 197 at most
+    return TurnedTiles(rows=size, stages=stages, splits=splits, pair=pair)
 
 
 @functools.partial(jax.jit, static_argnames=("shape", "transpose", "tiles"), inline=True)  # for calls one by one

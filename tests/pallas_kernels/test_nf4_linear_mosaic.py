@@ -192,7 +192,10 @@ def test_turned_tiles_keep_the_multiprocessors_at_work() -> None:
         (256, 14336, 4096, TurnedTiles(splits=4)),
         (256, 4096, 14336, TurnedTiles()),
         (100, 4096, 14336, TurnedTiles(rows=128, stages=8)),
-        (2048, 4096, 896, TurnedTiles(splits=2, pair=False)),
+        (512, 4096, 4096, TurnedTiles(rows=128, stages=8)),
+        (64, 4096, 14336, TurnedTiles(rows=64, stages=8)),
+        (64, 128, 256, TurnedTiles(rows=64, stages=8)),  # two steps, which cannot be parted
+        (2048, 4096, 896, TurnedTiles(rows=128, stages=8, pair=False)),
     ):
         assert suitable_turned(rows, depth, width) == tiles, (rows, depth, width)
 
