@@ -1,6 +1,6 @@
 """Checks the Hopper attention kernels on a GPU against float64, over widths, groups, lengths and masks.
 
-Usage: python scripts/check_attention.py [--seconds 100] [--masks softcap ...] [--out FILE]
+Usage: python scripts/check_attention.py [--seconds 100] [--masks softcap ...] [--widths 256 ...] [--out FILE]
 (exit status 1 where an error is above its bar)
 
 Each case compares the output, the log-sum-exp and the gradients of q, k, v and sinks with the definition in float64 on
@@ -213,11 +213,13 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="the case to begin with")
     parser.add_argument("--last", type=int, help="the case to end before")
     parser.add_argument("--masks", nargs="*", choices=list(MASKS), default=list(MASKS), help="which; default all")
+    parser.add_argument("--widths", nargs="*", type=int, choices=WIDTHS, default=WIDTHS, help="which; default all")
     parser.add_argument("--ours", default="mosaic_gpu", help="xla tries this program itself, without a GPU")
     parser.add_argument("--out", type=Path, default=Path(os.devnull), help="where each case's errors are written")
     parser.add_argument("--share", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    chosen = [case for case in cases()[options.first : options.last] if case[-1] in options.masks]
+    chosen = cases()[options.first : options.last]
+    chosen = [case for case in chosen if case[-1] in options.masks and case[0] in options.widths]
     if options.share is not None:
         work(chosen[options.share :: options.processes], options.ours)
         return 0

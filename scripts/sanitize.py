@@ -28,6 +28,7 @@ from pallas_kernels.lora_linear import lora_linear
 from pallas_kernels.nf4_linear import mosaic_gpu, nf4_linear
 from pallas_kernels.nf4_linear.mosaic_gpu_turned import TurnedTiles
 from pallas_kernels.rms_norm import rms_norm
+from pallas_kernels.rope import rope
 
 KERNELS: Any = "mosaic_gpu" if jax.default_backend() == "gpu" else "xla"  # elsewhere this file tests itself
 
@@ -43,10 +44,10 @@ def both_ways(call: Callable, *args: jax.Array) -> None:
 
 
 def attention() -> None:
-    """Grouped heads, a ragged length, documents; both backward forms."""
-    q, k, v = normal(1, 300, 4, 128), normal(1, 300, 2, 128), normal(1, 300, 2, 128)
+    """Grouped heads, a ragged length, documents; each forward form, both backward forms."""
     ids = jnp.asarray(np.repeat([1, 2, 3, 0], [70, 130, 61, 39])[None], jnp.int32)
-    for deterministic in (True, False):
+    for width, deterministic in ((64, False), (128, False), (128, True), (256, True)):
+        q, k, v = (normal(1, 300, heads, width) for heads in (4, 2, 2))
         both_ways(
             lambda q, k, v, d=deterministic: flash_attention(
                 q, k, v, causal=True, segment_ids=ids, deterministic=d, implementation=KERNELS
@@ -93,6 +94,15 @@ def norm() -> None:
     both_ways(lambda x, s: rms_norm(x, s, eps=1e-5, implementation=KERNELS), normal(1024, 1024), normal(1024))
 
 
+def rotation() -> None:
+    """Queries and keys in one pass, as many as the kernel is for."""
+    angles = jnp.linspace(0.0, 1.0, 8192 * 64).reshape(1, 8192, 64)
+    both_ways(
+        lambda q, k: jnp.concatenate(rope(q, k, jnp.cos(angles), jnp.sin(angles), implementation=KERNELS), axis=2),
+        *(normal(1, 8192, heads, 128) for heads in (24, 8)),
+    )
+
+
 def loss() -> None:
     """Exponentials and their codes; with a bound on logits or token by token the passes over them: both, or one alone.
 
@@ -115,7 +125,7 @@ def loss() -> None:
             )
 
 
-ALL = {call.__name__: call for call in (attention, groups, nf4, nf4_turned, adapters, norm, loss)}
+ALL = {call.__name__: call for call in (attention, groups, nf4, nf4_turned, adapters, norm, rotation, loss)}
 
 
 def main(names: list[str]) -> int:

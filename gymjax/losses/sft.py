@@ -10,8 +10,8 @@ from pallas_kernels.linear_cross_entropy import linear_cross_entropy
 from pallas_kernels.nf4_linear import dense
 
 IGNORED = -100
-CHUNK_TOKENS = 2048  # about how many tokens' logits exist at a time
-GROUP_TOKENS = 2048  # about how many tokens' gradients by the logits do
+CHUNK_TOKENS = 1024  # about how many tokens' logits exist at a time
+GROUP_TOKENS = 1024  # about how many tokens' gradients by the logits do
 
 
 def sft_loss(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -61,5 +62,7 @@ def _swiglu(gate: Array, up: Array, *, activation: Activation = "silu") -> Array
     return (active * up.astype(jnp.float32)).astype(gate.dtype)
 
 
-_FUSED = LayerOps(rms_norm, rms_norm_residual, rope, swiglu)
+# In a layer XLA's rotation also takes q and k out of the joint product, and rounds and transposes the gradient of q
+# that attention sums in f32, for which the kernel needs passes of 64 MiB and more before it.
+_FUSED = LayerOps(rms_norm, rms_norm_residual, functools.partial(rope, implementation="xla"), swiglu)
 _PLAIN = LayerOps(_rms_norm, _rms_norm_residual, _rope, _swiglu)

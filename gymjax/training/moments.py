@@ -19,28 +19,34 @@ from gymjax.models.remat import kept_names
 from gymjax.nn.mlp import CHUNK
 from gymjax.optim.labels import Trained
 from gymjax.training.workload import Workload, attention_name, device_bytes
+from pallas_kernels.linear_cross_entropy import stores_exponentials, tokens_at_a_time
 from pallas_kernels.nf4_linear import NF4Weight, refuses
 
 
 def loss_bytes(work: Workload) -> int:
     """Of one chunk of tokens the logits in f32, of one group their gradient in the compute dtype; one D of all.
 
-    A bound on logits (softcap) wants them twice in f32, before and after. A trained head adds its gradient, summed in
-    f32; a head stored in another dtype adds its cast. Without fused operations all tokens' logits and their gradient
-    are there in f32.
+    A bound on logits (softcap) wants them twice in f32, before and after. Where kernels store exponentials these stand
+    in the place of both. A trained head adds its gradient, summed in f32; a head stored in another dtype adds its cast.
+    Without fused operations all tokens' logits and their gradient are there in f32.
     """
     cfg, item = work.cfg, work.dtype.itemsize
-    all_tokens = work.tokens * work.shards  # of what all devices hold together
-    chunk, group = (
-        work.rows * -(-work.length // min(-(-all_tokens // size), work.length)) for size in (CHUNK_TOKENS, GROUP_TOKENS)
-    )
-    gradient = item * group if cfg.logit_softcap is None else max(item * group, 4 * chunk)
-    size = cfg.vocab_size * (4 * chunk + gradient) + work.tokens * cfg.width * item
-    if not work.settings.fused_ops:
-        size = 8 * cfg.vocab_size * work.tokens
     model = nnx.merge(work.graphdef, work.state.params, work.frozen)
     head = model.head_variable()
-    if isinstance(head, Trained):
+    trained = isinstance(head, Trained)
+    all_tokens = work.tokens * work.shards  # of what all devices hold together
+
+    def at_a_time(size: int) -> int:
+        return work.rows * -(-work.length // min(-(-all_tokens // size), work.length))
+
+    chunk, group = at_a_time(CHUNK_TOKENS), at_a_time(GROUP_TOKENS)
+    logits = 4 * chunk + (item * group if cfg.logit_softcap is None else max(item * group, 4 * chunk))
+    if stores_exponentials(cfg.width, cfg.vocab_size, work.dtype, softcap=cfg.logit_softcap, trained=trained):
+        logits = item * at_a_time(tokens_at_a_time(CHUNK_TOKENS, GROUP_TOKENS, cfg.vocab_size, trained=trained))
+    size = cfg.vocab_size * logits + work.tokens * cfg.width * item
+    if not work.settings.fused_ops:
+        size = 8 * cfg.vocab_size * work.tokens
+    if trained:
         size += 4 * cfg.vocab_size * cfg.width
     if getattr(head.get_value(), "dtype", work.dtype) != work.dtype:
         size += item * cfg.vocab_size * cfg.width

@@ -15,6 +15,7 @@ from pallas_kernels.flash_attention.mosaic_gpu_dkv import DkvTiles, backward_dkv
 from pallas_kernels.flash_attention.mosaic_gpu_dq import DqTiles, backward_dq
 from pallas_kernels.flash_attention.mosaic_gpu_forward import forward_tiles
 from pallas_kernels.flash_attention.mosaic_gpu_forward_ahead import forward_ahead
+from pallas_kernels.flash_attention.mosaic_gpu_forward_wide import forward_wide
 from pallas_kernels.flash_attention.mosaic_gpu_fused import FusedTiles, backward_fused
 from pallas_kernels.flash_attention.mosaic_gpu_items import ForwardTiles
 from pallas_kernels.flash_attention.mosaic_gpu_splitting import split_work
@@ -22,11 +23,11 @@ from pallas_kernels.flash_attention.mosaic_gpu_tiles import LOG2E, Scores
 
 WIDTHS = (64, 96, 128, 256)
 FUSED_WIDTHS = (64, 128)  # of the fused backward: others have no tile that fits registers and swizzles
-FORWARDS = {  # a tile ahead, but for 64, which is slower by it, and 256, whose forward_wide has not run on a GPU yet
+FORWARDS = {  # a tile ahead, but for 64, which is slower by it
     64: (forward_tiles, ForwardTiles()),
     96: (forward_ahead, ForwardTiles()),
     128: (forward_ahead, ForwardTiles()),
-    256: (forward_tiles, ForwardTiles(block_kv=64, items=1)),
+    256: (forward_wide, ForwardTiles(block_kv=64)),
 }
 MULTIPLE = 128  # every tile size below divides it
 FEW = 16  # queries of a row whose gradients are formed without the rounding of `out`

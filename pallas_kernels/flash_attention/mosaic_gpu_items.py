@@ -26,6 +26,7 @@ from pallas_kernels.flash_attention.bounds import longest_first
 from pallas_kernels.flash_attention.mosaic_gpu_rescale import follow
 from pallas_kernels.flash_attention.mosaic_gpu_tiles import LOG2E, Scores, index_along
 
+FEW_KEYS = 128  # rows of so many keys subtract their maximum: a weight that is not exactly 1 would show
 BOUNDED = 80.0  # of scores in base 2 (a cap of 55): sums of 2**20 of their powers and values of 2**20 fit f32
 LOWEST = -1e30  # start of the running maximum: finite, so that a row that has seen no key makes no NaN
 
@@ -103,7 +104,7 @@ class Forward:
     def of(cls, q, k, lo, sinks, scores: Scores, tiles: ForwardTiles, *, ragged: bool = False) -> "Forward":
         """The call of these arrays; T must be a multiple of 2 * block_q and, unless ragged, S of block_kv."""
         bounded = q.dtype == jnp.bfloat16 and sinks is None and scores.bound <= BOUNDED
-        bounded &= k.shape[1] > tiles.block_kv  # a weight that is not exactly 1 would show where keys are few
+        bounded &= k.shape[1] > FEW_KEYS
         call = cls(q.shape, k.shape[1], k.shape[2], q.dtype, lo.shape[0] == 1, bounded, scores, tiles)
         if call.shape[1] % call.rows or (call.keys % tiles.block_kv and not ragged):
             raise ValueError(

@@ -81,10 +81,10 @@ def linear_cross_entropy(
         z_loss: weight of the squared log-sum-exp.
         metrics: whether to return TokenMetrics too, at the price of two more passes over the logits.
         implementation: "mosaic_gpu" for Hopper kernels, "xla", or None for the fastest that accepts the arguments on
-            this device. Of bf16 without softcap, label_smoothing and metrics no f32 logits are stored but their
-            exponentials, 2 bytes each, of as many more tokens at a time as the same room holds; below 2**-40 of a row's
-            reference, which is no more than its largest, they are 0 in a trained head's gradients. Else one kernel
-            passes over the logits.
+            this device. The kernels store no f32 logits of bf16 without bias, softcap, label_smoothing and metrics, but
+            their exponentials, 2 bytes each, of as many more tokens at a time as the same room holds; below 2**-40 of a
+            row's reference, which is no more than its largest, they are 0 in a trained head's gradients. Else one
+            kernel passes over the logits.
 
     Returns:
         The f32 loss, in nats: one for each token, or their sum; with `metrics` a pair of it and the TokenMetrics.
@@ -101,10 +101,14 @@ def linear_cross_entropy(
     group_tokens = chunk_tokens * (1 if frozen_head else 2) if group_tokens is None else group_tokens
     form = mosaic_gpu.Form(float(scale), softcap, label_smoothing, z_loss)
     rows = min(labels.size, max(chunk_tokens, group_tokens) + labels.size // max(1, labels.shape[-1]))  # at most
-    refusals = _refusals(head.shape[0], x.dtype, form, rows=rows, metrics=metrics, bias=bias is not None)
+    more = {"metrics": metrics, "bias": bias is not None}
+    fused = frozen_head or reduction == "sum"
+    fused = fused and mosaic_gpu_fused.takes(x.shape[-1], head.shape[0], x.dtype, form, trained=not frozen_head, **more)
+    refusals = _refusals(mosaic_gpu.refuses(head.shape[0], x.dtype, form, rows=rows, **more), fused)
     chosen = _dispatch.choose("linear_cross_entropy", implementation, refusals)
     how = reference.Settings(
-        chunk_tokens, group_tokens, ignore_index, float(scale), softcap, label_smoothing, z_loss, metrics, chosen
+        *(chunk_tokens, group_tokens, ignore_index, float(scale), softcap, label_smoothing, z_loss, metrics, chosen),
+        fused=fused and chosen == "mosaic_gpu",
     )
     if weights is not None:
         weights = jax.lax.stop_gradient(weights.astype(jnp.float32))
@@ -146,14 +150,28 @@ def logprob(
     return -linear_cross_entropy(x, head, labels, **options)
 
 
-def explain(vocabulary: int = 128256) -> str:
-    """Say which implementation runs for bf16 hidden states and so many logits a token, and why."""
-    return _dispatch.explain("linear_cross_entropy", _refusals(vocabulary, jnp.bfloat16, mosaic_gpu.Form()))
+def explain(vocabulary: int = 128256, width: int = 4096) -> str:
+    """Say which implementation runs for bf16 hidden states of a width and so many logits a token, and why."""
+    form = mosaic_gpu.Form()
+    fused = mosaic_gpu_fused.takes(width, vocabulary, jnp.bfloat16, form, trained=True)
+    return _dispatch.explain(
+        "linear_cross_entropy", _refusals(mosaic_gpu.refuses(vocabulary, jnp.bfloat16, form), fused)
+    )
 
 
-def _refusals(vocabulary: int, dtype: Any, form: mosaic_gpu.Form, **more: Any) -> _dispatch.Refusals:
-    # XLA first: its passes take as long beside the products of a chunk (570 and 579 TFLOP/s on an H200).
-    return {"xla": None, "mosaic_gpu": mosaic_gpu.refuses(vocabulary, dtype, form, **more)}
+def stores_exponentials(
+    width: int, vocabulary: int, dtype: jax.typing.DTypeLike, *, trained: bool, softcap: float | None = None
+) -> bool:
+    """Whether by default loss and gradients of such a head come from stored exponentials here, not from f32 logits."""
+    form = mosaic_gpu.Form(softcap=softcap)
+    fused = mosaic_gpu_fused.takes(width, vocabulary, dtype, form, trained=trained)
+    return fused and mosaic_gpu.refuses(vocabulary, dtype, form) is None
+
+
+def _refusals(kernels: str | None, fused: bool) -> _dispatch.Refusals:
+    # Kernels first where they store exponentials: 0.88 of XLA's time on an H200. As passes over f32 logits they gain 2
+    # to 3 % (frozen and trained head), for which XLA, which refuses nothing, stays.
+    return {"mosaic_gpu": kernels, "xla": None} if fused else {"xla": None, "mosaic_gpu": kernels}
 
 
 _Head = tuple[Any, Array | None]
@@ -190,7 +208,7 @@ def _with_gradients(
     how: reference.Settings, trained: bool, x: Array, head: _Head, labels: Array, weights: Array | None
 ) -> tuple[reference.Outcome, reference.Gradients]:
     head_in_x = _dense(x, head)
-    if how.implementation == "mosaic_gpu" and mosaic_gpu_fused.takes(x, head_in_x, how, trained=trained):
+    if how.fused:
         return mosaic_gpu_fused.loss_and_gradients(x, head_in_x, labels, weights, how, trained=trained)
     passes = _PASSES[how.implementation]
     return reference.forward_and_gradients(x, head_in_x, labels, weights, how, passes, trained=trained)

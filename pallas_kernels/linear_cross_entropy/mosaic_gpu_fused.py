@@ -16,13 +16,14 @@ above its reference, or 55 of a frozen head, the whole loss is computed again by
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels._hopper import padded
-from pallas_kernels.linear_cross_entropy.mosaic_gpu import LOG2E
+from pallas_kernels.linear_cross_entropy.mosaic_gpu import LOG2E, Form
 from pallas_kernels.linear_cross_entropy.mosaic_gpu_codes import PIECE, gradients
 from pallas_kernels.linear_cross_entropy.mosaic_gpu_exponentials import exponentials, refuses_shapes
 from pallas_kernels.linear_cross_entropy.reference import (
@@ -43,12 +44,19 @@ SAMPLE = 256  # rows of the head
 LARGEST, LARGEST_CODED = 2.0**80, 2.0**50
 
 
-def takes(x: Array, head: Head, how: Settings, *, trained: bool) -> bool:
-    """Whether the loss can be computed in this way; what it cannot do goes over f32 logits."""
-    vocabulary = head.weight.shape[0]
-    plain = head.bias is None and how.softcap is None and not how.smoothing and not how.metrics and how.scale > 0
+def takes(
+    width: int, vocabulary: int, dtype: Any, form: Form, *, trained: bool, bias: bool = False, metrics: bool = False
+) -> bool:
+    """Whether loss and gradients can be computed in this way; what it cannot do goes over f32 logits."""
+    plain = form.softcap is None and not form.smoothing and form.scale > 0 and not bias and not metrics
     wide = not trained or vocabulary >= PIECE
-    return plain and wide and x.size > 0 and refuses_shapes(x.shape[-1], vocabulary, x.dtype) is None
+    return plain and wide and refuses_shapes(width, vocabulary, dtype) is None
+
+
+def tokens_at_a_time(chunk_tokens: int, group_tokens: int, vocabulary: int, *, trained: bool) -> int:
+    """About how many tokens' exponentials, 2 bytes each, take the room of these f32 logits and their gradients."""
+    tokens = max(group_tokens, 2 * chunk_tokens) * (2 if trained else 1)
+    return min(tokens, 2**30 // vocabulary)  # so that 32 bits index them
 
 
 def loss_and_gradients(
@@ -67,8 +75,7 @@ def loss_and_gradients(
     """
     weights = jnp.ones(labels.shape, jnp.float32) if weights is None else weights
     top = _reference(x, head.weight, labels, how)
-    tokens = max(how.group_tokens, 2 * how.chunk_tokens) * (2 if trained else 1)
-    tokens = min(tokens, 2**30 // head.weight.shape[0])  # so that 32 bits index a chunk's exponentials
+    tokens = tokens_at_a_time(how.chunk_tokens, how.group_tokens, head.weight.shape[0], trained=trained)
     wide, narrow = (
         dataclasses.replace(how, chunk_tokens=size, group_tokens=size) for size in (tokens, max(1, tokens // 4))
     )

@@ -31,6 +31,7 @@ class Settings:
     z_loss: float
     metrics: bool
     implementation: Implementation = "xla"
+    fused: bool = False  # whether the loss' gradients come from exponentials, see mosaic_gpu_fused
 
 
 class Outcome(NamedTuple):

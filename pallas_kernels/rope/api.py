@@ -61,9 +61,7 @@ def _refusals(
     cos: Array | jax.ShapeDtypeStruct,
     interleaved: bool,
 ) -> _dispatch.Refusals:
-    # XLA first: in a layer its rotation also takes q and k out of the joint product, and rounds and transposes the
-    # gradient of q that attention sums in f32, for which the kernel needs passes of 64 MiB and more before it.
-    return {"xla": None, "mosaic_gpu": mosaic_gpu.refuses(q, k, cos, interleaved)}
+    return {"mosaic_gpu": mosaic_gpu.refuses(q, k, cos, interleaved), "xla": None}
 
 
 @jax.custom_vjp

@@ -21,7 +21,7 @@ from pallas_kernels import _platform
 from pallas_kernels._hopper import run_once
 
 WIDTHS = (64, 128, 256)  # of heads: 4, 8 or 16 threads for a half
-FEWEST = 1 << 20  # numbers in q and k; below, a launch costs more than XLA's slower pass
+FEWEST = 1 << 25  # numbers in q and k; at half of it XLA's pass takes as long
 _VECTOR, _THREADS, _WARPS = 8, 128, 4
 _MOST = 24576  # numbers of a block, beyond which a thread's share has no registers
 _SHARE = 10240  # numbers that a block takes, if whole tokens and layouts allow: 80 a thread, in 40 registers

@@ -179,19 +179,19 @@ def test_rope_lowers_for_the_gpu_and_says_what_it_refuses(monkeypatch: pytest.Mo
     wide, narrow, table = (
         jax.ShapeDtypeStruct(shape, dtype)
         for shape, dtype in (
-            ((2, 256, 32, 128), jnp.bfloat16),
-            ((2, 256, 8, 128), jnp.bfloat16),
-            ((1, 256, 64), jnp.float32),
+            ((2, 4096, 32, 128), jnp.bfloat16),
+            ((2, 4096, 8, 128), jnp.bfloat16),
+            ((1, 4096, 64), jnp.float32),
         )
     )
 
     def gradient(q: jax.Array, k: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, ...]:
-        turned, back = jax.vjp(lambda q, k: rope(q, k, cos, sin, implementation="mosaic_gpu"), q, k)
+        turned, back = jax.vjp(lambda q, k: rope(q, k, cos, sin), q, k)
         return (*turned, *back(turned))
 
     text = jax.jit(gradient).trace(wide, narrow, table, table).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @mosaic_gpu") == 2
-    assert explain_rope() == "rope: xla"
+    assert explain_rope() == "rope: mosaic_gpu"
     for shape, dtype, turned, interleaved, reason in (
         ((1, 4096, 32, 128), jnp.float32, 128, False, "it needs bfloat16"),
         ((1, 4096, 32, 128), jnp.bfloat16, 128, True, "not neighbours"),
@@ -199,7 +199,7 @@ def test_rope_lowers_for_the_gpu_and_says_what_it_refuses(monkeypatch: pytest.Mo
         ((1, 4096, 32, 96), jnp.bfloat16, 96, False, "these have 96, of which 96 turn"),
         ((1, 4096, 15, 128), jnp.bfloat16, 128, False, "15 and 8 heads do not share out"),
         ((1, 4097, 32, 128), jnp.bfloat16, 128, False, "multiple of 2 tokens, and has 4097"),
-        ((1, 64, 32, 128), jnp.bfloat16, 128, False, "it is for 1048576 numbers or more"),
+        ((1, 64, 32, 128), jnp.bfloat16, 128, False, "it is for 33554432 numbers or more"),
     ):
         q, k = jnp.zeros(shape, dtype), jnp.zeros((*shape[:2], 8, shape[3]), dtype)
         tables = [jnp.zeros((1, shape[1], turned // 2))] * 2

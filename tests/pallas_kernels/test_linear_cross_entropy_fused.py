@@ -1,5 +1,6 @@
 """The loss by the kernel that gives exponentials or their codes, in the GPU interpreter, against float64."""
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 
@@ -11,7 +12,14 @@ import pytest
 
 from pallas_kernels import _platform
 from pallas_kernels.grouped_matmul.mosaic_gpu_rows import Tiles
-from pallas_kernels.linear_cross_entropy import linear_cross_entropy, mosaic_gpu_fused, reference
+from pallas_kernels.linear_cross_entropy import (
+    explain,
+    linear_cross_entropy,
+    mosaic_gpu_fused,
+    reference,
+    stores_exponentials,
+)
+from pallas_kernels.linear_cross_entropy.mosaic_gpu import Form
 from pallas_kernels.linear_cross_entropy.mosaic_gpu_codes import LEAST, ONE, STEPS, gradients
 from pallas_kernels.linear_cross_entropy.mosaic_gpu_exponentials import exponentials
 
@@ -212,18 +220,41 @@ def _nothing(x: jax.Array, head: reference.Head, labels: np.ndarray, *_, **__):
 
 
 def test_what_it_leaves_to_the_passes() -> None:
-    x, head = jnp.zeros((2, 3, 64), jnp.bfloat16), reference.Head(jnp.zeros((512, 64), jnp.bfloat16), None)
-    plain = reference.Settings(8, 8, IGNORED, 1.0, None, 0.0, 1e-4, False)
-    takes = mosaic_gpu_fused.takes
-    assert takes(x, head, plain, trained=False)
-    assert not takes(x, head, plain, trained=True)
-    assert takes(x, head._replace(weight=jnp.zeros((4096, 64), jnp.bfloat16)), plain, trained=True)
-    for changed in ({"softcap": 30.0}, {"smoothing": 0.1}, {"metrics": True}):
-        assert not takes(x, head, plain.__class__(**{**vars(plain), **changed}), trained=False)
-    assert not takes(x, head._replace(bias=jnp.zeros(512)), plain, trained=False)
-    assert not takes(x.astype(jnp.float16), head, plain, trained=False)
-    assert not takes(x[..., :48], head, plain, trained=False)
-    assert not takes(x, head._replace(weight=head.weight[:500]), plain, trained=False)
+    plain = Form(z_loss=1e-4)
+
+    def takes(width: int = 64, vocabulary: int = 512, dtype=jnp.bfloat16, form: Form = plain, **more) -> bool:
+        return mosaic_gpu_fused.takes(width, vocabulary, dtype, form, **{"trained": False, **more})
+
+    assert takes()
+    assert not takes(trained=True)
+    assert takes(vocabulary=4096, trained=True)
+    for changed in ({"softcap": 30.0}, {"smoothing": 0.1}, {"scale": 0.0}):
+        assert not takes(form=dataclasses.replace(plain, **changed))
+    assert not takes(bias=True)
+    assert not takes(metrics=True)
+    assert not takes(dtype=jnp.float16)
+    assert not takes(width=48)
+    assert not takes(vocabulary=500)
+
+
+def test_it_is_the_default_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loss and gradients only: what needs no gradients, or weights known in the backward pass, goes over logits."""
+    assert explain().startswith("linear_cross_entropy: xla (mosaic_gpu refuses: ")
+    assert not stores_exponentials(4096, 128256, jnp.bfloat16, trained=False)
+    monkeypatch.setattr(_platform, "why_not_hopper", lambda **_: None)
+    assert explain() == "linear_cross_entropy: mosaic_gpu"
+    assert explain(width=48) == "linear_cross_entropy: xla"
+    for dtype, softcap, stored in ((jnp.bfloat16, None, True), (jnp.bfloat16, 30.0, False), (jnp.float32, None, False)):
+        assert stores_exponentials(4096, 128256, dtype, trained=True, softcap=softcap) == stored
+    x, labels = jax.ShapeDtypeStruct((2, 64, 64), jnp.bfloat16), jax.ShapeDtypeStruct((2, 64), jnp.int32)
+    head = jax.ShapeDtypeStruct((4096, 64), jnp.bfloat16)
+    for frozen, reduction, kernels in ((True, "sum", True), (True, "none", True), (False, "none", False)):
+
+        def loss(x, head, labels, frozen=frozen, reduction=reduction):
+            return linear_cross_entropy(x, head, labels, frozen_head=frozen, reduction=reduction).sum()
+
+        text = jax.jit(jax.grad(loss)).trace(x, head, labels).lower(lowering_platforms=("cuda",)).as_text()
+        assert ("mosaic_gpu" in text) == kernels
 
 
 def test_everything_lowers_for_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -146,7 +146,7 @@ def test_refusals_name_their_reason(reason: str, monkeypatch: pytest.MonkeyPatch
     assert reason in str(mosaic_gpu.refuses(**{"vocabulary": 1024, "dtype": jnp.bfloat16, "form": form, **call}))
     for vocabulary in (128256, 151936, 32000, 262144, 49152, 200064):
         assert mosaic_gpu.refuses(vocabulary, jnp.bfloat16, ALL) is None
-    assert explain() == "linear_cross_entropy: xla"
+    assert explain() == "linear_cross_entropy: mosaic_gpu"
     monkeypatch.setattr(jax, "device_count", lambda: 2)
     assert "one device" in str(mosaic_gpu.refuses(1024, jnp.bfloat16, PLAIN))
 
