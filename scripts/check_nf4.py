@@ -17,7 +17,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from pallas_kernels.nf4_linear import NF4Weight, dequantize, join, mosaic_gpu
 from pallas_kernels.nf4_linear.mosaic_gpu_matmul import MatmulTiles
+from pallas_kernels.nf4_linear.mosaic_gpu_turned import TurnedTiles, suitable_turned
 
 LLAMA_8B = ((14336, 4096), (4096, 14336), (4096, 4096), (1024, 4096))
 LLAMA_70B = ((28672, 8192), (8192, 28672), (8192, 8192), (1024, 8192))
@@ -92,9 +93,18 @@ def error(value: Any, truth: np.ndarray) -> float:
     return float(np.linalg.norm(np.asarray(value, np.float64) - truth) / np.linalg.norm(truth))
 
 
-def check_products(shape: tuple[int, int], rows: int, rank: int, tiles: MatmulTiles | None) -> tuple[str, bool]:
-    """x @ W.T and dy @ W, decoded inside the product, with an adapter's product where rank is not 0."""
-    w = random_packed(shape)
+def check_products(
+    shape: tuple[int, int],
+    rows: int,
+    rank: int,
+    tiles: MatmulTiles | TurnedTiles | Literal["turned"] | None,
+    double: bool = True,
+) -> tuple[str, bool]:
+    """x @ W.T and dy @ W, decoded inside the product, with an adapter's product where rank is not 0.
+
+    Tiles None and "turned" are those that suit the shapes, of either kernel.
+    """
+    w = random_packed(shape, double=double)
     packed = w.codes, w.absmax, w.nested_absmax, w.offset
     dense = dequantize(w, implementation="xla")
     words, good = [], True
@@ -107,7 +117,8 @@ def check_products(shape: tuple[int, int], rows: int, rank: int, tiles: MatmulTi
         extra = (low, up if transpose else up.T) if rank else None
 
         def fused(x, packed, extra, transpose=transpose):
-            return mosaic_gpu.fused(x, packed, shape, transpose=transpose, extra=extra, tiles=tiles)
+            sizes = suitable_turned(rows, *(shape if transpose else shape[::-1])) if tiles == "turned" else tiles
+            return mosaic_gpu.fused(x, packed, shape, transpose=transpose, extra=extra, tiles=sizes)
 
         exact = [np.asarray(array, np.float64) for array in (x, matrix, low, up)]
         truth = exact[0] @ exact[1] + exact[2] @ exact[3]
@@ -117,7 +128,7 @@ def check_products(shape: tuple[int, int], rows: int, rank: int, tiles: MatmulTi
         within = mine <= BAR * bar and same
         good &= within
         words.append(f"{name} {mine:.1e}/{bar:.1e}{'' if within else ' FAIL'}{'' if same else ' NOT THE SAME TWICE'}")
-    size = "" if tiles is None else f" {tiles.rows} rows a tile"
+    size = "" if tiles is None else " turned" if tiles == "turned" else f" {tiles}"
     return f"product {shape} M{rows} R{rank}{size}: " + "  ".join(words), good
 
 
@@ -140,6 +151,13 @@ def checks() -> Iterator[tuple[Any, tuple]]:
     yield check_products, ((512, 1024), 300, 80, MatmulTiles(rows=128, stages=2, blocks=3))
     for shape, rows in itertools.product(LLAMA_8B, (512, 2048)):
         yield check_products, (shape, rows, 16, None)
+    for shape, rows, rank in itertools.product(((256, 256), (512, 1024), (4096, 1024)), (1, 100, 512), (0, 16)):
+        for splits, pair in itertools.product((1, 2), (False, True)):
+            yield check_products, (shape, rows, rank, TurnedTiles(rows=128, splits=splits, pair=pair))
+    yield check_products, ((512, 1024), 300, 80, TurnedTiles(rows=64, stages=2, blocks=4))
+    yield check_products, ((512, 1024), 300, 80, TurnedTiles(), False)
+    for shape, rows, rank in itertools.product(LLAMA_8B, (256, 512, 2048), (0, 16)):
+        yield check_products, (shape, rows, rank, "turned")
     yield check_many, ()
 
 

@@ -38,6 +38,7 @@ from pallas_kernels.lora_linear import mosaic_gpu as narrow
 from pallas_kernels.nf4_linear import mosaic_gpu as nf4
 from pallas_kernels.nf4_linear.cases import random_weight
 from pallas_kernels.nf4_linear.mosaic_gpu_matmul import MatmulTiles
+from pallas_kernels.nf4_linear.mosaic_gpu_turned import TurnedTiles
 from pallas_kernels.rms_norm import mosaic_gpu as norm
 from pallas_kernels.rope import mosaic_gpu as rope
 
@@ -187,13 +188,15 @@ def nf4_kernels():
         name = f"O{shape[0]}-I{shape[1]}"
         unpack = functools.partial(nf4.dequantize, shape=shape, dtype=jnp.bfloat16)
         yield [f"nf4-dequantize-{name}"], unpack, packed, 0
-        for transpose, tiles in itertools.product((False, True), (MatmulTiles(), MatmulTiles(rows=128, stages=6))):
+        sizes = (MatmulTiles(), MatmulTiles(rows=128, stages=6), TurnedTiles(), TurnedTiles(splits=2))
+        for transpose, tiles in itertools.product((False, True), sizes):
             x = jax.ShapeDtypeStruct((512, shape[0] if transpose else shape[1]), jnp.bfloat16)
 
             def product(x, *packed, shape=shape, transpose=transpose, tiles=tiles):
                 return nf4.fused(x, packed, shape, transpose=transpose, tiles=tiles)
 
-            yield [f"nf4-{'dx' if transpose else 'forward'}-{tiles.rows}-{name}"], product, (x, *packed), 0
+            form = f"turned-{tiles.splits}" if isinstance(tiles, TurnedTiles) else tiles.rows
+            yield [f"nf4-{'dx' if transpose else 'forward'}-{form}-{name}"], product, (x, *packed), 0
 
 
 def norm_kernels():

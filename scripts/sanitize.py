@@ -5,6 +5,8 @@ Usage: compute-sanitizer --tool memcheck|racecheck python scripts/sanitize.py [O
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
 import sys
 from collections.abc import Callable
@@ -23,7 +25,8 @@ from pallas_kernels.flash_attention import flash_attention
 from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.linear_cross_entropy import linear_cross_entropy
 from pallas_kernels.lora_linear import lora_linear
-from pallas_kernels.nf4_linear import nf4_linear
+from pallas_kernels.nf4_linear import mosaic_gpu, nf4_linear
+from pallas_kernels.nf4_linear.mosaic_gpu_turned import TurnedTiles
 from pallas_kernels.rms_norm import rms_norm
 from pallas_kernels.rope import rope
 
@@ -64,6 +67,20 @@ def nf4() -> None:
     weight = quantize(np.asarray(normal(256, 512), np.float32))
     for rows in (64, 4096):
         both_ways(lambda x: nf4_linear(x, weight, implementation=KERNELS), normal(rows, 512))
+
+
+def nf4_turned() -> None:
+    """Decoded in registers: alone and in pairs, the sum whole and in parts, with an adapter's product."""
+    if KERNELS == "xla":
+        return
+    w = quantize(np.asarray(normal(256, 512), np.float32))
+    packed = w.codes, w.absmax, w.nested_absmax, w.offset
+    for transpose, pair, splits in itertools.product((False, True), (False, True), (1, 2)):
+        depth, width = w.shape if transpose else w.shape[::-1]
+        extra = normal(300, 16), normal(16, width) if transpose else normal(width, 16)
+        tiles = TurnedTiles(pair=pair, splits=splits)
+        product = functools.partial(mosaic_gpu.fused, transpose=transpose, extra=extra, tiles=tiles)
+        jax.block_until_ready(product(normal(300, depth), packed, w.shape))
 
 
 def adapters() -> None:
@@ -108,7 +125,7 @@ def loss() -> None:
             )
 
 
-ALL = {call.__name__: call for call in (attention, groups, nf4, adapters, norm, rotation, loss)}
+ALL = {call.__name__: call for call in (attention, groups, nf4, nf4_turned, adapters, norm, rotation, loss)}
 
 
 def main(names: list[str]) -> int:

@@ -1,6 +1,7 @@
 """Named shapes of the NF4 linear layer and its peers."""
 
 from functools import partial
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +10,11 @@ from jaxtyping import Array
 from pallas_kernels._case import Case, Peer
 from pallas_kernels.nf4_linear import mosaic_gpu
 from pallas_kernels.nf4_linear.api import NF4Weight, dequantize, refuses
+from pallas_kernels.nf4_linear.mosaic_gpu_turned import suitable_turned
 from pallas_kernels.nf4_linear.reference import NESTED_BLOCK, NF4_CODE, block_scales
 
 METRIC = "tflops"
+Way = Literal["fused", "turned", "unfused"]
 
 
 def random_weight(key: Array, shape: tuple[int, int], dtype: str = "bfloat16") -> NF4Weight:
@@ -69,29 +72,32 @@ def _naive(x: Array, w: NF4Weight) -> Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _decoding(fuse: bool, x: Array, w: NF4Weight) -> Array:
-    """This operation's Hopper kernels with the choice between their two ways made: inside the product, or before it."""
-    return _product(fuse, x, w, transpose=False)
+def _decoding(way: Way, x: Array, w: NF4Weight) -> Array:
+    """This operation's Hopper kernels, the choice between their ways made: in the product, turned or not, or before."""
+    return _product(way, x, w, transpose=False)
 
 
-def _product(fuse: bool, x: Array, w: NF4Weight, *, transpose: bool) -> Array:
+def _product(way: Way, x: Array, w: NF4Weight, *, transpose: bool) -> Array:
     if (reason := refuses(w, x.dtype)) is not None:
         raise NotImplementedError(reason)
     packed = w.codes, w.absmax, w.nested_absmax, w.offset
-    if fuse:
-        return mosaic_gpu.fused(x, packed, w.shape, transpose=transpose)
-    dense = mosaic_gpu.dequantize(*packed, w.shape, x.dtype)
-    return x @ (dense if transpose else dense.T)
+    if way == "unfused":
+        dense = mosaic_gpu.dequantize(*packed, w.shape, x.dtype)
+        return x @ (dense if transpose else dense.T)
+    sizes = (x.shape[0], *(w.shape if transpose else w.shape[::-1]))
+    tiles = suitable_turned(*sizes) if way == "turned" else None
+    return mosaic_gpu.fused(x, packed, w.shape, transpose=transpose, tiles=tiles)
 
 
 _decoding.defvjp(
-    lambda fuse, x, w: (_decoding(fuse, x, w), w),
-    lambda fuse, w, dy: (_product(fuse, dy, w, transpose=True), None),
+    lambda way, x, w: (_decoding(way, x, w), w),
+    lambda way, w, dy: (_product(way, dy, w, transpose=True), None),
 )
 
 PEERS = {
     "naive": Peer(_naive),
     "bf16_matmul": Peer(lambda x, w: x @ w.T, prepare=lambda x, w: (x, dequantize(w, x.dtype))),
-    "mosaic_gpu_fused": Peer(partial(_decoding, True)),
-    "mosaic_gpu_unfused": Peer(partial(_decoding, False)),
+    "mosaic_gpu_fused": Peer(partial(_decoding, "fused")),
+    "mosaic_gpu_turned": Peer(partial(_decoding, "turned")),
+    "mosaic_gpu_unfused": Peer(partial(_decoding, "unfused")),
 }

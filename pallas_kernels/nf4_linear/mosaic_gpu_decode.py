@@ -30,7 +30,7 @@ TILE = THREADS * BLOCK
 VECTOR = 4  # bytes of a register: 8 elements, which are stored together
 
 _PAIR = {"bfloat16": "bf16x2", "float16": "f16x2"}  # PTX's names of two numbers in a word
-_EACH = plgpu.Layout.WG_STRIDED((THREADS,), vec_size=1)  # one number for each thread
+EACH = plgpu.Layout.WG_STRIDED((THREADS,), vec_size=1)  # one number for each thread
 _ONE = plgpu.Layout.WG_SPLAT(())
 
 
@@ -67,7 +67,7 @@ def codes_layout(rows: int):
 
 def code_values(refs: Scales):
     """(128,) f32: each thread's entry of the code table, for `decode`."""
-    return plgpu.load(refs.values, layout=_EACH)
+    return plgpu.load(refs.values, layout=EACH)
 
 
 def load_scales(refs: Scales, first, stride: int, columns: int, *, staged: bool):
@@ -82,7 +82,11 @@ def load_scales(refs: Scales, first, stride: int, columns: int, *, staged: bool)
     """
     block = _block_of_thread()
     shift = columns.bit_length() - 1
-    index = first + (block >> shift) * stride + (block & (columns - 1))
+    return load_scales_at(refs, first + (block >> shift) * stride + (block & (columns - 1)), staged=staged)
+
+
+def load_scales_at(refs: Scales, index, *, staged: bool):
+    """Likewise of the blocks that (128,) int32 `index` names."""
     absmax = _gather(refs.absmax, index, staged=staged)
     if absmax.dtype != jnp.uint8:
         return absmax, absmax
@@ -97,10 +101,10 @@ def finish_scales(refs: Scales, absmax, factor, offset, *, staged: bool):
     if staged:
         return lax.optimization_barrier(value * factor) + offset
 
-    @plgpu.inline_mgpu(arg_types=(_EACH, _EACH, _ONE), return_type=_each(jnp.float32))
+    @plgpu.inline_mgpu(arg_types=(EACH, EACH, _ONE), return_type=_each(jnp.float32))
     def multiply_add(_, value, factor, offset):
         ptx = "{ .reg .f32 p; mul.rn.f32 p, $1, $2; add.rn.f32 $0, p, $3; }"
-        return _array(utils.inline_ptx(ptx, *map(_element, (value, factor, offset)), result_types=ir.F32Type.get()))
+        return _array(utils.inline_ptx(ptx, *map(element, (value, factor, offset)), result_types=ir.F32Type.get()))
 
     return multiply_add(value, factor, offset)
 
@@ -133,25 +137,22 @@ def decode(codes, values, scales, *, dtype: DTypeLike, layout=None, staged: bool
     layout = layout or plgpu.Layout.WG_STRIDED(shape, vec_size=2 * VECTOR)
 
     @plgpu.inline_mgpu(
-        arg_types=(codes_layout(codes.shape[0]), _EACH, _EACH),
+        arg_types=(codes_layout(codes.shape[0]), EACH, EACH),
         return_type=plgpu.ShapeDtypeStruct(shape, dtype, layout),
     )
     def look_up(_, codes, values, scales):
-        values, scales = _element(values), _element(scales)
-        pair_of = f"cvt.rn.{_PAIR[dtype.name]}.f32"
-        ptx = f"{{ .reg .f32 a, b; mul.rn.f32 a, $1, $3; mul.rn.f32 b, $2, $3; {pair_of} $0, b, a; }}"
-        pair_type = ir.VectorType.get((2,), utils.dtype_to_ir_type(dtype))
-        lane = arith.remui(arith.index_cast(_word(), gpu.thread_id(gpu.Dimension.x)), _i32(WARP))
-        neighbour = arith.divui(lane, _i32(SHARING))
+        values, scales = element(values), element(scales)
+        lane = arith.remui(arith.index_cast(word(), gpu.thread_id(gpu.Dimension.x)), i32(WARP))
+        neighbour = arith.divui(lane, i32(SHARING))
         registers = np.empty_like(codes.registers)
         for i, register in enumerate(codes.registers):
-            word = utils.bitcast(register, _word())
-            scale = _shuffle(scales, arith.addi(neighbour, _i32(i * WARP // SHARING)), lanes=WARP)
+            code = utils.bitcast(register, word())
+            scale = shuffle(scales, arith.addi(neighbour, i32(i * WARP // SHARING)), lanes=WARP)
             pairs = []
             for byte in range(VECTOR):
-                nibbles = (arith.shrui(word, _i32(8 * byte + shift)) for shift in (4, 0))
-                high, low = (_shuffle(values, nibble, lanes=16) for nibble in nibbles)
-                pairs.append(utils.bitcast(utils.inline_ptx(ptx, high, low, scale, result_types=_word()), pair_type))
+                nibbles = (arith.shrui(code, i32(8 * byte + shift)) for shift in (4, 0))
+                high, low = (shuffle(values, nibble, lanes=16) for nibble in nibbles)
+                pairs.append(scaled_pair((high, low), (scale, scale), dtype))
             registers[i] = utils.vector_concat(pairs)
         registers = registers.reshape(layout.to_mgpu().registers_shape(shape))
         return mgpu.FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=None)
@@ -169,9 +170,14 @@ def loads_first() -> None:
     barrier()
 
 
+def threads():
+    """(128,) int32: each thread's number."""
+    return plgpu.broadcasted_iota(jnp.int32, (THREADS,), 0, layout=EACH)
+
+
 def _block_of_thread():
     """(128,) int32: the block of the tile whose scale a thread finds. Each register of its warp has four."""
-    thread = plgpu.broadcasted_iota(jnp.int32, (THREADS,), 0, layout=_EACH)
+    thread = threads()
     lane, warp = thread & (WARP - 1), thread >> 5
     return 16 * (lane >> 2) + 4 * warp + (lane & 3)
 
@@ -181,15 +187,23 @@ def _gather(ref, index, *, staged: bool):
     if staged:
         return ref[...][index]
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _EACH), return_type=_each(ref.dtype))
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), EACH), return_type=_each(ref.dtype))
     def load(_, ref, index):
-        element = memref.load(ref, [arith.index_cast(ir.IndexType.get(), _element(index))])
-        return _array(element)
+        loaded = memref.load(ref, [arith.index_cast(ir.IndexType.get(), element(index))])
+        return _array(loaded)
 
     return load(ref, index)
 
 
-def _shuffle(value, lane, *, lanes: int):
+def scaled_pair(numbers: tuple, scales: tuple, dtype: jnp.dtype):
+    """The products of two f32 numbers with two scales, each rounded, in one register of `dtype`."""
+    ptx = "{ .reg .f32 a, b; mul.rn.f32 a, $1, $3; mul.rn.f32 b, $2, $4; "
+    ptx += f"cvt.rn.{_PAIR[dtype.name]}.f32 $0, b, a; }}"
+    pair = utils.inline_ptx(ptx, *numbers, *scales, result_types=word())
+    return utils.bitcast(pair, ir.VectorType.get((2,), utils.dtype_to_ir_type(dtype)))
+
+
+def shuffle(value, lane, *, lanes: int):
     """The value of another lane among `lanes` neighbours; of its number only the low bits count."""
     clamp = (WARP - lanes) << 8 | (lanes - 1)
     return utils.inline_ptx(
@@ -202,10 +216,10 @@ def _shuffle(value, lane, *, lanes: int):
 
 
 def _each(dtype):
-    return plgpu.ShapeDtypeStruct((THREADS,), dtype, _EACH)
+    return plgpu.ShapeDtypeStruct((THREADS,), dtype, EACH)
 
 
-def _element(array):
+def element(array):
     """A thread's own number, or the one that all share."""
     (register,) = array.registers.flat
     return vector.extract(register, [], [0]) if isinstance(register.type, ir.VectorType) else register
@@ -216,12 +230,14 @@ def _array(element):
     register = vector.broadcast(ir.VectorType.get((1,), element.type), element)
     unsigned = isinstance(element.type, ir.IntegerType)
     is_signed = False if unsigned else None
-    return mgpu.FragmentedArray(_registers=np.array([register], object), _layout=_EACH.to_mgpu(), _is_signed=is_signed)
+    return mgpu.FragmentedArray(_registers=np.array([register], object), _layout=EACH.to_mgpu(), _is_signed=is_signed)
 
 
-def _i32(value: int) -> ir.Value:
-    return utils.c(value, _word())
+def i32(value: int) -> ir.Value:
+    """A constant of 32 bits."""
+    return utils.c(value, word())
 
 
-def _word() -> ir.Type:
+def word() -> ir.Type:
+    """The type of a register: 32 bits."""
     return ir.IntegerType.get_signless(32)

@@ -19,6 +19,7 @@ from pallas_kernels.nf4_linear import NF4Weight, dequantize, explain, join, mosa
 from pallas_kernels.nf4_linear.cases import random_weight
 from pallas_kernels.nf4_linear.mosaic_gpu_join import write_edge
 from pallas_kernels.nf4_linear.mosaic_gpu_matmul import MatmulTiles, suitable_tiles
+from pallas_kernels.nf4_linear.mosaic_gpu_turned import TurnedTiles, suitable_turned
 
 
 def make_weight(shape: tuple[int, int], *, leading: tuple[int, ...] = (), double_quant: bool = True) -> NF4Weight:
@@ -141,10 +142,19 @@ def test_random_weights_of_real_models_are_accepted(hopper: None) -> None:
         ((128, 384), 70, 0, MatmulTiles(rows=256, stages=2, blocks=1, staged=True)),  # ragged; one block does all
         ((256, 128), 100, 16, MatmulTiles(rows=128, stages=2, blocks=1, staged=True)),  # an odd number of steps
         ((128, 256), 130, 80, MatmulTiles(rows=128, stages=6, blocks=2, staged=True)),  # two steps for the adapter
+        ((256, 384), 70, 0, TurnedTiles(rows=64, stages=2, pair=False, blocks=3, staged=True)),  # ragged
+        ((256, 256), 200, 16, TurnedTiles(rows=128, stages=3, blocks=4, staged=True)),  # blocks share x's tiles
+        ((384, 128), 64, 80, TurnedTiles(rows=64, pair=False, blocks=1, staged=True)),  # two steps and an adapter's two
+        ((256, 256), 100, 16, TurnedTiles(rows=64, splits=2, blocks=4, staged=True)),  # two parts of the sum
     ],
 )
 def test_interpreted_products(
-    shape: tuple[int, int], rows: int, rank: int, tiles: MatmulTiles, transpose: bool, capfd: pytest.CaptureFixture
+    shape: tuple[int, int],
+    rows: int,
+    rank: int,
+    tiles: MatmulTiles | TurnedTiles,
+    transpose: bool,
+    capfd: pytest.CaptureFixture,
 ) -> None:
     w = random_weight(jax.random.key(0), shape)
     depth, width = shape if transpose else shape[::-1]
@@ -175,14 +185,54 @@ def test_tiles_share_the_work() -> None:
         assert suitable_tiles(rows, width).rows == size, (rows, width)
 
 
+def test_turned_tiles_keep_the_multiprocessors_at_work() -> None:
+    for rows, depth, width, tiles in (
+        (512, 4096, 14336, TurnedTiles()),
+        (512, 14336, 4096, TurnedTiles(splits=2)),
+        (256, 14336, 4096, TurnedTiles(splits=4)),
+        (256, 4096, 14336, TurnedTiles()),
+        (100, 4096, 14336, TurnedTiles(rows=128, stages=8)),
+        (512, 4096, 4096, TurnedTiles(rows=128, stages=8)),
+        (64, 4096, 14336, TurnedTiles(rows=64, stages=8)),
+        (64, 128, 256, TurnedTiles(rows=64, stages=8)),  # two steps, which cannot be parted
+        (2048, 4096, 896, TurnedTiles(rows=128, stages=8, pair=False)),
+    ):
+        assert suitable_turned(rows, depth, width) == tiles, (rows, depth, width)
+
+
 @pytest.mark.usefixtures("hopper")
-def test_few_rows_decode_inside_the_product() -> None:
+@pytest.mark.parametrize("transpose", [False, True])
+@pytest.mark.parametrize("splits", [1, 2])
+def test_the_turned_product_lowers(transpose: bool, splits: int) -> None:
+    w = random_weight(jax.random.key(0), (256, 256))
+    x, low, up = (
+        jnp.ones((70, 256), jnp.bfloat16),
+        jnp.ones((70, 16), jnp.bfloat16),
+        jnp.ones((256, 16), jnp.bfloat16),
+    )
+    extra = low, up.T if transpose else up
+    packed = (w.codes, w.absmax, w.nested_absmax, w.offset)
+
+    def product(x: jax.Array) -> jax.Array:
+        tiles = TurnedTiles(splits=splits)
+        return mosaic_gpu.fused(x, packed, w.shape, transpose=transpose, extra=extra, tiles=tiles)
+
+    text = lowered(product, x)
+    assert text.count("@mosaic_gpu_v2") == 1
+    assert text.count("stablehlo.dot_general") == splits - 1  # of a sum in parts the adapter's is XLA's
+    with pytest.raises(ValueError, match="the sum's length 256 of 192"):
+        mosaic_gpu.fused(x, packed, w.shape, transpose=transpose, tiles=TurnedTiles(splits=3))
+
+
+@pytest.mark.usefixtures("hopper")
+def test_few_rows_decode_inside_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
     w = random_weight(jax.random.key(0), (256, 256))
 
     def gradient(x: jax.Array) -> jax.Array:
         return jax.grad(lambda x: nf4_linear(x, w).var())(x)
 
-    for rows, products in ((7, 0), (64, 0), (70, 2)):
+    for rows, turned_rows, products in ((7, 0, 0), (64, 0, 0), (70, 0, 2), (100, 256, 0)):
+        monkeypatch.setattr(mosaic_gpu, "TURNED_ROWS", turned_rows)
         text = lowered(gradient, jnp.ones((rows, 256), jnp.bfloat16))
         assert text.count("@mosaic_gpu_v2") == 2
         assert text.count("stablehlo.dot_general") == products

@@ -1,0 +1,256 @@
+"""NF4 tiles as the tensor cores' first operand: decoded in the registers of the warpgroup that multiplies.
+
+The operand of 64 rows by 64 of the sum gives a thread, of 8 neighbours along the sum, two in each of two rows: bytes of
+its codes lie far apart in the weight. So another warpgroup loads codes with wide loads, brings together what a thread
+needs (4 bytes in a word, by permutations of bytes) and leaves the words in shared memory, where a warp's 32 stand side
+by side. Then a nibble costs one shift, one shuffle that looks its value up, one multiplication and half a conversion.
+
+Where the sum runs along I (`x @ W.T`), a tile is 128 rows of the weight by 64 columns, and each row has one scale.
+Where it runs along O (`dy @ W`), it is 64 by 128: the operand's rows are the weight's columns, and each step along the
+sum has a scale of its own, in both operands.
+
+The interpreter runs no inline assembly: with `staged`, codes stay as they are and plain array operations decode.
+"""
+
+import functools
+
+import jax.experimental.mosaic.gpu as mgpu
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic.gpu import fragmented_array, utils
+from jax.typing import DTypeLike
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
+
+from pallas_kernels.nf4_linear.mosaic_gpu_decode import (
+    BLOCK,
+    EACH,
+    THREADS,
+    WARP,
+    element,
+    i32,
+    scaled_pair,
+    shuffle,
+    word,
+)
+
+ROWS, DEPTH = 64, 64  # of one operand: a warpgroup's
+FRAGMENTS = 2  # operands of a tile, each another warpgroup's
+WORDS = FRAGMENTS * ROWS * DEPTH // 8  # of a tile's codes
+SCALES = FRAGMENTS * ROWS  # of a tile, whichever way it lies
+
+
+def tile_of_weight(transpose: bool) -> tuple[int, int]:
+    """Rows and columns of the weight's tile: FRAGMENTS operands side by side along the result."""
+    return (DEPTH, FRAGMENTS * ROWS) if transpose else (FRAGMENTS * ROWS, DEPTH)
+
+
+def wide_layout(transpose: bool):
+    """How the loading warpgroup holds a tile's codes (rows, columns / 2) uint8: 4 words a thread.
+
+    Along I, 16 neighbouring bytes of two rows. Along O, 8 neighbouring bytes of rows k, k + 1, k + 8 and k + 9.
+    """
+    rows, columns = tile_of_weight(transpose)
+    if not transpose:
+        return plgpu.Layout.WG_STRIDED((rows, columns // 2), vec_size=16)
+    tiling = plgpu.Tiling(((rows, columns // 2), (16, columns // 2), (8, columns // 2), (2, 8)))
+    return plgpu.Layout.TILED(tiling, warp_dims=(-8,), lane_dims=(-4, -3), vector_dim=-1)
+
+
+def codes_memory(stages: int, transpose: bool, *, staged: bool):
+    """Shared memory for so many tiles' codes."""
+    if staged:
+        rows, columns = tile_of_weight(transpose)
+        return plgpu.SMEM((stages, rows, columns // 2), jnp.uint8)
+    return plgpu.SMEM((stages, WORDS), jnp.int32)
+
+
+def store_tile(codes, scales, codes_ref, scales_ref, *, transpose: bool, staged: bool) -> None:
+    """Leaves a tile's codes and scales in shared memory, for `decode_operand`.
+
+    Args:
+        codes: (rows, columns / 2) uint8 in `wide_layout`.
+        scales: (SCALES,) f32, a scale for each row of the weight's tile, and again for its next block.
+        codes_ref: a slot of `codes_memory`.
+        scales_ref: (SCALES,) f32.
+        transpose: whether the sum runs along O.
+        staged: whether array operations decode.
+    """
+    if staged:
+        codes_ref[...], scales_ref[...] = codes, scales
+        return
+    place = _place_along_o if transpose else _place_along_i
+
+    @plgpu.inline_mgpu(arg_types=(wide_layout(transpose), EACH, plgpu.RefType(), plgpu.RefType()))
+    def store(_, codes, scales, codes_ref, scales_ref):
+        thread = arith.remui(utils.thread_idx(), i32(THREADS))
+        place([_words(register) for register in codes.registers.flat], utils.memref_ptr(codes_ref), thread)
+        _store(utils.memref_ptr(scales_ref), thread, element(scales))
+
+    store(codes, scales, codes_ref, scales_ref)
+
+
+def decode_operand(codes_ref, scales_ref, values, warpgroup, *, dtype: DTypeLike, transpose: bool, staged: bool):
+    """A warpgroup's operand (ROWS, DEPTH) of a tile: `values[code] * scale` rounded once.
+
+    Args:
+        codes_ref: a slot of `codes_memory`, as `store_tile` left it.
+        scales_ref: likewise.
+        values: (128,) f32, from `code_values`.
+        warpgroup: its number, 0 or 1.
+        dtype: bfloat16 or float16.
+        transpose: whether the sum runs along O.
+        staged: whether plain array operations do it.
+    """
+    dtype = jnp.dtype(dtype)
+    if staged:
+        return _decode_staged(codes_ref, scales_ref, values, warpgroup, dtype, transpose)
+    layout = plgpu.Layout.WGMMA
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), plgpu.RefType(), EACH),
+        return_type=plgpu.ShapeDtypeStruct((ROWS, DEPTH), dtype, layout),
+    )
+    def look_up(_, codes_ref, scales_ref, values):
+        values, thread = element(values), utils.thread_idx()
+        codes, scales = (utils.memref_ptr(ref) for ref in (codes_ref, scales_ref))
+        fragment = fragment_along_o if transpose else fragment_along_i
+        registers = np.empty(layout.to_mgpu().registers_shape((ROWS, DEPTH)), dtype=object)
+        registers.flat = fragment(codes, scales, thread, functools.partial(_pair, values, dtype))
+        array = mgpu.FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=None)
+        return fragmented_array.optimization_barrier(array)  # before whatever waits for the products in flight
+
+    return look_up(codes_ref, scales_ref, values)
+
+
+def fragment_along_i(codes, scales, thread, pair) -> list:
+    """A thread's registers of the operand, 8 neighbours of the sum after each other, of each row r and row r + 8."""
+    warp, lane, row = _thread(thread)
+    first = [_load(scales, arith.addi(row, i32(half * 8)), ir.F32Type.get()) for half in range(2)]
+    found: dict = {}
+    for half in range(2):
+        for chunk in range(2):
+            code = _load(codes, _along_i(warp, half, chunk, lane), word())
+            for byte in range(4):
+                found[4 * chunk + byte, half] = pair((code, 8 * byte + 4), (code, 8 * byte), (first[half],) * 2)
+    return [found[eight, half] for eight in range(8) for half in range(2)]
+
+
+def fragment_along_o(codes, scales, thread, pair) -> list:
+    """Likewise where the sum runs along the weight's rows: the nibbles of a byte are of rows r and r + 8."""
+    warp, lane, _ = _thread(thread)
+    of_fragment = arith.muli(arith.divui(thread, i32(THREADS)), i32(ROWS))
+    mine = arith.addi(of_fragment, arith.muli(arith.remui(thread, i32(4)), i32(2)))
+    two = ir.VectorType.get((2,), ir.F32Type.get())
+    found = []
+    for sixteen in range(4):
+        code = _load(codes, _along_o(warp, sixteen, lane), word())
+        for eight in range(2):
+            both = _load(scales, arith.addi(mine, i32(16 * sixteen + 8 * eight)), two)
+            scale = [vector.extract(both, [], [i]) for i in range(2)]
+            byte = 16 * eight
+            found += [pair((code, byte + shift), (code, byte + 8 + shift), scale) for shift in (4, 0)]
+    return found
+
+
+def _place_along_i(words, ref, thread) -> None:
+    """16 bytes of a row become a word for each of the four threads that share the row."""
+    row, chunk = arith.divui(thread, i32(2)), arith.remui(thread, i32(2))
+    lane = arith.muli(arith.remui(row, i32(8)), i32(4))
+    warp, half = arith.divui(row, i32(16)), arith.remui(arith.divui(row, i32(8)), i32(2))
+    for fragment, four in enumerate(words):
+        at = _along_i(arith.addi(warp, i32(4 * fragment)), half, chunk, lane)
+        one_word = ir.VectorType.get((1,), word())
+        _store(ref, at, utils.vector_concat([utils.bitcast(one, one_word) for one in _transposed(four)]))
+
+
+def _place_along_o(words, ref, thread) -> None:
+    """8 bytes of four rows become words of four bytes for 8 threads, in nibbles of rows r and r + 8 of the operand."""
+    sixteen = arith.divui(thread, i32(WARP))
+    lane = arith.remui(thread, i32(WARP))
+    quarter, warp = arith.divui(lane, i32(8)), arith.remui(lane, i32(8))
+    high, low = i32(-0x0F0F0F10), i32(0x0F0F0F0F)  # 0xF0F0F0F0 as a signed number
+    even, odd = [], []
+    for first, second in words:
+        even.append(arith.ori(arith.andi(first, high), arith.andi(arith.shrui(second, i32(4)), low)))
+        odd.append(arith.ori(arith.andi(arith.shli(first, i32(4)), high), arith.andi(second, low)))
+    for parity, four in enumerate((even, odd)):
+        for pair_of_rows, one in enumerate(_transposed(four)):
+            row = 2 * pair_of_rows + parity
+            _store(ref, _along_o(warp, sixteen, arith.addi(quarter, i32(4 * row))), one)
+
+
+def _along_i(warp, half, chunk, lane):
+    """Where a lane's word is; lanes of the two chunks that are stored together use other banks."""
+    plane = _sum(_times(warp, 4), _times(half, 2), chunk)
+    return _sum(_times(plane, WARP), arith.xori(_value(lane), _times(chunk, WARP // 2)))
+
+
+def _along_o(warp, sixteen, lane):
+    """Likewise; of the eight warps."""
+    plane = _sum(_times(warp, 4), sixteen)
+    return _sum(_times(plane, WARP), arith.xori(_value(lane), _times(warp, 4)))
+
+
+def _pair(values, dtype, first, second, scales):
+    """Two neighbours of the sum in one register; of each, the word of codes and how far its nibble is shifted."""
+
+    def look_up(code, shift: int):
+        return shuffle(values, arith.shrui(code, i32(shift)) if shift else code, lanes=16)
+
+    return scaled_pair((look_up(*first), look_up(*second)), scales, dtype)
+
+
+def _decode_staged(codes_ref, scales_ref, values, warpgroup, dtype, transpose: bool):
+    codes = codes_ref[...]
+    tile = values[jnp.stack([codes >> 4, codes & 15], -1).reshape(codes.shape[0], -1).astype(jnp.int32)]
+    scales = scales_ref[...].reshape(-1, tile.shape[0])
+    tile = (tile * jnp.repeat(scales.T, BLOCK, axis=1)).astype(dtype)
+    tile = tile.T if transpose else tile
+    return jnp.where(warpgroup == 0, tile[:ROWS], tile[ROWS:])
+
+
+def _thread(thread):
+    """Of a thread of the multiplying warpgroups: its warp, its lane and its first row of the tile."""
+    warp, lane = arith.divui(thread, i32(WARP)), arith.remui(thread, i32(WARP))
+    return warp, lane, arith.addi(arith.muli(warp, i32(16)), arith.divui(lane, i32(4)))
+
+
+def _transposed(words: list) -> list:
+    """Word i of the result has byte i of each of four words."""
+    a, b, c, d = words
+    low, high = i32(0x5140), i32(0x7362)
+    halves = [(utils.prmt(a, b, which), utils.prmt(c, d, which)) for which in (low, high)]
+    return [utils.prmt(*half, i32(which)) for half in halves for which in (0x5410, 0x7632)]
+
+
+def _words(register) -> list:
+    """The words of a register of bytes."""
+    count = utils.bitwidth(register.type) // 32
+    words = utils.bitcast(register, ir.VectorType.get((count,), word()))
+    return [vector.extract(words, [], [i]) for i in range(count)]
+
+
+def _load(pointer, index, kind):
+    at = utils.getelementptr(pointer, [index], word())
+    return llvm.load(kind, at, alignment=utils.bitwidth(kind) // 8)
+
+
+def _store(pointer, index, value) -> None:
+    llvm.store(value, utils.getelementptr(pointer, [index], word()), alignment=utils.bitwidth(value.type) // 8)
+
+
+def _value(number):
+    return i32(number) if isinstance(number, int) else number
+
+
+def _times(number, factor: int):
+    return i32(number * factor) if isinstance(number, int) else arith.muli(number, i32(factor))
+
+
+def _sum(first, *more):
+    total = _value(first)
+    for one in more:
+        total = arith.addi(total, _value(one))
+    return total
