@@ -162,9 +162,9 @@ def _run(program: core.Jaxpr, known: dict[Any, Any], places: dict[Any, int], ind
             of_inner = dict(
                 zip([*inner.jaxpr.constvars, *inner.jaxpr.invars], [*inner.consts, *_values(eqn.invars, known)])
             )
-            made = {var for each in inner.jaxpr.eqns for var in each.outvars}
-            pairs = [pair for pair in zip(inner.jaxpr.outvars, eqn.outvars, strict=True) if pair[0] in made]
-            inner_places = {var: places.pop(outer) for var, outer in pairs if outer in places}
+            made = [var for each in inner.jaxpr.eqns for var in each.outvars]
+            pairs = dict(zip(map(id, inner.jaxpr.outvars), eqn.outvars, strict=True))  # literals have no hash
+            inner_places = {var: places.pop(pairs[id(var)]) for var in made if pairs.get(id(var)) in places}
             _run(inner.jaxpr, of_inner, inner_places, index, stacks)
             results = _values(inner.jaxpr.outvars, of_inner)
         else:
@@ -182,7 +182,7 @@ def _program_in(eqn: core.JaxprEqn, places: dict[Any, int]) -> core.ClosedJaxpr 
     """The program of a jitted or rematerialised function that makes something with a place."""
     if eqn.primitive.name not in ("jit", "remat2") or not places.keys() & {*eqn.outvars}:
         return None
-    inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+    inner = eqn.params["jaxpr"]
     return inner if isinstance(inner, core.ClosedJaxpr) else core.ClosedJaxpr(inner, ())
 
 

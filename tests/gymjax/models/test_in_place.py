@@ -54,8 +54,8 @@ def arguments():
     """angles, x, trained, rest."""
     rng = np.random.default_rng(0)
     x, w, b = (rng.normal(size=size) for size in ((TOKENS, WIDTH), (LAYERS, WIDTH, WIDTH), (LAYERS, WIDTH, WIDTH)))
-    trained = {"a": jnp.asarray(rng.normal(size=(LAYERS, WIDTH)), jnp.float32), "b": jnp.asarray(b, jnp.float32)}
-    rest = jnp.asarray(w / 3, jnp.float32), jax.random.split(jax.random.key(1), LAYERS)
+    trained = {"a": jnp.asarray(rng.normal(size=(LAYERS, WIDTH)), jnp.float32), "b": jnp.asarray(b / 9, jnp.float32)}
+    rest = jnp.asarray(w / 9, jnp.float32), jax.random.split(jax.random.key(1), LAYERS)
     return jnp.linspace(0.5, 1.5, WIDTH), jnp.asarray(x, jnp.float32), trained, rest
 
 
