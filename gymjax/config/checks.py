@@ -5,7 +5,7 @@ from dataclasses import fields
 
 from gymjax.config.ranges import out_of_range
 from gymjax.config.remat import is_list
-from gymjax.config.sections import KEPT_NAMES, REMAT, UNROLLED, AdapterConfig, Config
+from gymjax.config.sections import KEPT_NAMES, REMAT, AdapterConfig, Config
 
 Problem = tuple[tuple[str, ...], str]
 
@@ -179,5 +179,5 @@ def _mesh(config: Config) -> Iterator[Problem]:
 def _remat(config: Config) -> Iterator[Problem]:
     wanted = config.train.gradient_checkpointing
     if wanted not in REMAT and not is_list(",".join(word.strip() for word in wanted.split(",")), KEPT_NAMES):
-        known = f"{', '.join(REMAT)}, or names of {', '.join(KEPT_NAMES)} joined by commas, with {UNROLLED} among them"
+        known = f"{', '.join(REMAT)}, or names of {', '.join(KEPT_NAMES)} joined by commas"
         yield ("gradient_checkpointing",), f"gradient_checkpointing must be one of {known}; is {wanted!r}"

@@ -12,12 +12,10 @@ Schedule = Literal["linear", "cosine", "constant", "constant_with_warmup", "cosi
 When = Literal["no", "steps", "epoch"]
 REMAT = ("full", "none", "selective", "offload", "auto")
 # What of a layer can be kept by name.
-UNROLLED_NAMES = ("rows", "hidden")  # copies of them would cost more than making them again: for unrolled layers
 KEPT_NAMES = (
     *("q", "k", "v", "q_product", "k_product", "attention", "attention_lse", "middle", "gate", "up"),
-    *UNROLLED_NAMES,
+    *("rows", "hidden"),
 )
-UNROLLED = "unrolled"  # a word beside names, "full" or "selective": layers follow each other in the program
 
 
 @dataclass(frozen=True)

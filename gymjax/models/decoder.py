@@ -16,7 +16,6 @@ from gymjax.models.block import Block
 from gymjax.models.decoder_config import DecoderConfig
 from gymjax.models.in_place import scan_in_place
 from gymjax.models.offload import scan_offloaded
-from gymjax.models.unrolled import run_unrolled
 from gymjax.nn.attention import LayerCache, RopeTables
 from gymjax.nn.linear import Linear
 from gymjax.nn.norm import RMSNorm
@@ -119,10 +118,9 @@ class Decoder(nnx.Module):
             context_B: length that each row's rotary angles are made for, where RopeConfig.by_length; None: each
                 document's own length (transformers takes the longest row's for the whole batch).
             key: randomness of the adapters' dropout; None turns it off.
-            remat: "none" keeps activations, "full" recomputes whole layers, "selective" keeps all names but
-                UNROLLED_NAMES, names of SAVED_NAMES joined by commas keep those, "offload" is "full" with the layers'
-                inputs in the host's memory. With ",unrolled" behind them names, "full" and "selective", which then
-                keeps all, are of layers that are not scanned, see `run_unrolled`.
+            remat: "none" keeps activations, "full" recomputes whole layers, "selective" keeps all names, names of
+                SAVED_NAMES joined by commas keep those, "offload" is "full" with the layers' inputs in the host's
+                memory.
             attention: flash-attention implementation; None picks the fastest.
             counted_BT: tokens that count in the routers' statistics; None: none are made.
             fused_ops: norms, rotations and gates as kernels with gradients of their own, and what layers keep written
@@ -220,9 +218,6 @@ def _scan_stack(run, blocks: nnx.List, x_BTD: Array, kv, key: jax.Array | None, 
 
     if remat == "offload":
         x_BTD, stats = scan_offloaded(lambda x, *layer: _drop_cache(body((x, kv), *layer)), x_BTD, trained, rest)
-        return x_BTD, kv, stats
-    if kept.is_unrolled(remat):
-        (x_BTD, kv), stats = run_unrolled(body, (x_BTD, kv), trained, rest, kept.policy(remat))
         return x_BTD, kv, stats
     policy = None if remat == "none" else kept.policy(remat)
     if fused_ops and kv[0] is None:

@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 
-from gymjax.config.remat import is_list, split_words
-from gymjax.config.sections import KEPT_NAMES, UNROLLED, UNROLLED_NAMES
+from gymjax.config.remat import is_list
+from gymjax.config.sections import KEPT_NAMES
 from gymjax.nn.routing import ROUTING_NAME
 from pallas_kernels.lora_linear import LOW_NAME
 from pallas_kernels.rms_norm import RRMS_NAME
@@ -25,30 +25,14 @@ def check(remat: str) -> None:
     """Raises ValueError where `remat` is nothing that `Decoder.trunk` knows."""
     if remat not in REMAT and not is_list(remat, SAVED_NAMES):
         names = f"{', '.join(REMAT)}, or names of {', '.join(SAVED_NAMES)} joined by commas"
-        raise ValueError(f"remat must be one of {names}, with {UNROLLED!r} where layers are unrolled, not {remat!r}")
-
-
-def is_unrolled(remat: str) -> bool:
-    """Whether the layers are to follow each other in the program, see `unrolled.run_unrolled`."""
-    return split_words(remat)[1]
+        raise ValueError(f"remat must be one of {names}, not {remat!r}")
 
 
 def kept_names(remat: str) -> frozenset[str]:
     """Names that a layer's forward pass keeps beside SMALL_NAMES; what "none" keeps beside them has none."""
-    words, unrolled = split_words(remat)
-    if words <= {"full", "offload"}:
+    if remat in ("full", "offload"):
         return frozenset()
-    if words <= {"none", "selective"}:
-        return frozenset(KEPT_NAMES) - (frozenset() if unrolled else frozenset(UNROLLED_NAMES))
-    return words
-
-
-def scanned(remat: str) -> str:
-    """The remat under which scanned layers keep the same."""
-    if not is_unrolled(remat):
-        return remat
-    kept = kept_names(remat)
-    return ",".join(name for name in KEPT_NAMES if name in kept) or "full"
+    return frozenset(KEPT_NAMES if remat in ("none", "selective") else remat.split(","))
 
 
 def policy(remat: str) -> Callable[..., Any]:

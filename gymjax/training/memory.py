@@ -12,8 +12,7 @@ import jax
 from flax import nnx
 from jaxtyping import PyTree
 
-from gymjax.models.remat import is_unrolled, scanned
-from gymjax.training.moments import cast_bytes, gathered_bytes, layer_bytes, loss_bytes, tied_bytes, update_bytes
+from gymjax.training.moments import gathered_bytes, layer_bytes, loss_bytes, tied_bytes, update_bytes
 from gymjax.training.step import batch_loss
 from gymjax.training.workload import Workload, abstract_batch, device_bytes
 
@@ -34,8 +33,6 @@ class Memory:
         loss: of the head on one chunk of tokens: logits and their gradient.
         layer: widest moment of one layer's backward pass.
         update: of the optimizer's, beside gradients.
-        casts: of the trained weights, which unrolled layers share between both directions.
-        unrolled: whether layers are, so that gradients take the room that what was kept leaves.
     """
 
     frozen: int
@@ -49,8 +46,6 @@ class Memory:
     loss: int
     layer: int
     update: int
-    casts: int = 0
-    unrolled: bool = False
 
     @property
     def resident(self) -> int:
@@ -63,9 +58,6 @@ class Memory:
         summed = self.gradients // 2 if self.gradients > self.trained else 0
         held = self.inputs - self.offloaded + self.kept
         step = held + max(self.loss + summed, self.layer + self.gradients)
-        if self.unrolled:
-            first, last = held + max(self.loss, self.layer), self.layer + self.gradients - summed
-            step = self.casts + summed + max(first, last)
         return self.resident + max(step, self.gradients - summed + self.update)
 
 
@@ -85,8 +77,6 @@ def predict(work: Workload, remat: str) -> Memory:
         loss=loss_bytes(work),
         layer=layer_bytes(work, remat) + tied_bytes(work),
         update=update_bytes(work),
-        casts=cast_bytes(work) if is_unrolled(remat) else 0,
-        unrolled=is_unrolled(remat),
     )
 
 
@@ -95,7 +85,7 @@ def kept_bytes(work: Workload, remat: str) -> int:
 
     Weights and the batch, which are there anyway, do not count.
     """
-    settings = dataclasses.replace(work.settings, remat=scanned(remat))  # unrolled ones would list their weights
+    settings = dataclasses.replace(work.settings, remat=remat)
 
     def residuals(params: nnx.State, frozen: nnx.State, batch: dict[str, jax.Array]) -> list[jax.Array]:
         def loss(params: nnx.State) -> jax.Array:

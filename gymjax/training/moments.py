@@ -141,13 +141,6 @@ def _unpacked_elements(weight: Any, dtype: jnp.dtype) -> int:
     return math.prod(weight.shape[1:])
 
 
-def cast_bytes(work: Workload) -> int:
-    """Of the layers' trained weights in the compute dtype, where they are stored in another."""
-    leaves = jax.tree.leaves(work.state.params.get("stacks", {}))
-    cast = [leaf for leaf in leaves if leaf.ndim > 2 and leaf.dtype != work.dtype]
-    return sum(device_bytes(leaf) // leaf.dtype.itemsize for leaf in cast) * work.dtype.itemsize
-
-
 def update_bytes(work: Workload) -> int:
     """Of the optimizer's update: it fuses into one pass over each weight, but where moments are kept in 8 bits.
 

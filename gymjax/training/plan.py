@@ -22,6 +22,7 @@ from gymjax.training.step import StepSettings
 from gymjax.training.workload import Workload, attention_name, device_bytes
 
 FILL = 0.92  # of the device's memory that "auto" fills: predictions are good to 5 %, and evaluation needs a little
+FLOPS_A_BYTE = 200  # of products, in the time in which an H200's memory gives a byte
 REACHED = 0.55  # of the datasheet's rate, by the matrix products and attention of a step on an H200
 
 NF4_BITS = 4.127  # a weight, block scales included
@@ -61,8 +62,7 @@ def choose(work: Workload, wanted: str, limit: int | None) -> Plan:
     """The plan for a rematerialisation, or for "auto" the one that computes least again in FILL of the device's memory.
 
     "auto" looks at "none", and at every set of what `units` lists; where not even "full" fits, "offload" is left. Where
-    the device tells no limit it is "full". Layers are never unrolled: a
-    mixture of 16 gains a tenth of a step by it and takes 37 s more to compile.
+    the device tells no limit it is "full".
 
     Args:
         work: the step.
@@ -116,13 +116,16 @@ def units(work: Workload) -> list[tuple[str, ...]]:
         found.append(("gate", "up"))
     elif work.length <= CHUNK:
         found += [("gate",), ("up",)]
+    if cfg.sparse_layers:
+        found += [("rows",), ("hidden",)]
     return found
 
 
 def recompute_seconds(work: Workload, remat: str) -> float:
-    """Time of a step that goes into computing again what the forward pass did not keep; products and attention only.
+    """Time of a step that goes into computing again what the forward pass did not keep.
 
-    At REACHED of the device's rate, where that is unknown at that of an H200: what counts is the order.
+    Products, attention, and of experts what is gathered and gated. At REACHED of the device's rate, where that is
+    unknown at that of an H200: what counts is the order.
     """
     if remat == "none":
         return 0.0
@@ -139,7 +142,14 @@ def _products(work: Workload, kind: LayerKind) -> dict[str, float]:
     q, k, ffn = cfg.heads * cfg.head_dim, cfg.kv_heads * cfg.head_dim, ffn_elements(cfg, kind)
     seen = min(work.length / 2, kind.window or work.length)
     of_q, of_k = ("q", "k") if cfg.qk_norm == "none" else ("q_product", "k_product")
-    return {
+    of_experts = {}
+    if kind.experts is not None:
+        rows = kind.experts.top_k * cfg.width
+        of_experts = {
+            "rows": FLOPS_A_BYTE * 4.0 * rows,
+            "hidden": FLOPS_A_BYTE * 2.0 * ffn,
+        }  # read and written; written
+    return of_experts | {
         of_q: 2.0 * cfg.width * q,
         of_k: 2.0 * cfg.width * k,
         "v": 2.0 * cfg.width * k,

@@ -19,7 +19,7 @@ from pallas_kernels.grouped_matmul.mosaic_gpu_work import HALF
 SHARED = 196_608  # bytes of shared memory for slots; the rest holds results on their way out, and barriers
 COLUMNS = (256, 192, 128, 64)
 MOST_STAGES = 8
-# Traced and lowered once for each set of shapes, of which a layer has few and a model with unrolled layers no more.
+# Traced and lowered once for each set of shapes, of which a layer has few.
 _group_rows = jax.jit(group_rows, static_argnames=("transposed", "tiles"))
 _group_weights = jax.jit(group_weights, static_argnames=("dtype", "tiles"))
 

@@ -33,11 +33,10 @@ CASES = [
     (
         {"gradient_checkpointing": "some"},
         "gradient_checkpointing must be one of full, none, selective, offload, auto, or names of q, k, v, q_product, "
-        "k_product, attention, attention_lse, middle, gate, up, rows, hidden joined by commas, with unrolled among "
-        "them; is 'some'",
+        "k_product, attention, attention_lse, middle, gate, up, rows, hidden joined by commas; is 'some'",
     ),
-    ({"gradient_checkpointing": "q, v, q"}, "with unrolled among them; is 'q, v, q'"),
-    ({"gradient_checkpointing": "offload,unrolled"}, "with unrolled among them; is 'offload,unrolled'"),
+    ({"gradient_checkpointing": "q, v, q"}, "joined by commas; is 'q, v, q'"),
+    ({"gradient_checkpointing": "offload,q"}, "joined by commas; is 'offload,q'"),
     ({"metric_for_best_model": "bleu"}, "metric_for_best_model must be one of eval_loss, is 'bleu'"),
     ({"export_dtype": "int4"}, "export_dtype must be one of bfloat16, float16, float32, is 'int4'"),
     ({"adapter": "ia3"}, "adapter must be one of lora, qlora, is 'ia3'; or set finetuning_type, quantization_bit"),

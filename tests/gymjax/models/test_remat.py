@@ -1,4 +1,4 @@
-"""Words of remat, and layers that are unrolled beside scanned ones."""
+"""Words of remat, and what layers compute that keep this and that."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ from flax import nnx
 
 from gymjax.adapters.lora import LoraSpec, attach
 from gymjax.adapters.select import train_all
-from gymjax.config.sections import KEPT_NAMES, UNROLLED_NAMES
+from gymjax.config.sections import KEPT_NAMES
 from gymjax.models import remat
 from gymjax.models.decoder_config import LayerKind, Stack
 from gymjax.nn.moe import MoEConfig
@@ -21,32 +21,21 @@ STACKS = {
 }
 
 
-@pytest.mark.parametrize("word", ["none", "full", "selective", "offload", "q", "q,k,v,unrolled", "unrolled,gate"])
+@pytest.mark.parametrize("word", ["none", "full", "selective", "offload", "q", "q,k,v", "hidden,gate"])
 def test_known_words(word):
     remat.check(word)
-    assert remat.is_unrolled(word) == ("unrolled" in word)
 
 
-@pytest.mark.parametrize(
-    "word", ["", "some", "none,unrolled", "offload,unrolled", "full,q", "q,q", "unrolled,unrolled", "auto"]
-)
+@pytest.mark.parametrize("word", ["", "some", "full,q", "q,q", "selective,full", "auto"])
 def test_unknown_words(word):
-    with pytest.raises(ValueError, match=r"remat must be one of none, .* with 'unrolled' where layers are unrolled"):
+    with pytest.raises(ValueError, match=r"remat must be one of none, .* joined by commas, not "):
         remat.check(word)
 
 
 def test_what_words_keep():
-    assert remat.kept_names("full") == remat.kept_names("offload") == remat.kept_names("full,unrolled") == frozenset()
-    assert remat.kept_names("selective,unrolled") == set(KEPT_NAMES)
-    assert remat.kept_names("selective") == set(KEPT_NAMES) - set(UNROLLED_NAMES)
-    assert remat.kept_names("unrolled,v,gate") == {"v", "gate"}
-
-
-def test_scanned_layers_that_keep_the_same():
-    assert remat.scanned("selective") == "selective"
-    assert remat.scanned("unrolled,gate,q") == "q,gate"
-    assert remat.scanned("full,unrolled") == "full"
-    assert remat.scanned("selective,unrolled") == ",".join(KEPT_NAMES)
+    assert remat.kept_names("full") == remat.kept_names("offload") == frozenset()
+    assert remat.kept_names("selective") == set(KEPT_NAMES)
+    assert remat.kept_names("v,gate") == {"v", "gate"}
 
 
 def results(model, word):
@@ -68,13 +57,13 @@ def results(model, word):
 @pytest.mark.parametrize(
     ("stacks", "train", "word"),
     [
-        ("alike", "lora", "selective,unrolled"),
-        ("alike", "full", "full,unrolled"),
-        ("mixed", "lora", "q,gate,up,hidden,unrolled"),
+        ("alike", "lora", "selective"),
+        ("alike", "full", "full"),
+        ("mixed", "lora", "q,gate,up,hidden"),
         ("mixed", "full", "gate,rows"),
     ],
 )
-def test_unrolled_layers_give_what_scanned_ones_give(make_model, stacks, train, word):
+def test_words_change_nothing_but_memory(make_model, stacks, train, word):
     model = make_model(stacks=STACKS[stacks], qk_norm="projection")
     if train == "full":
         train_all(model)
@@ -86,20 +75,18 @@ def test_unrolled_layers_give_what_scanned_ones_give(make_model, stacks, train, 
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * float(jnp.max(jnp.abs(a))))
 
 
-@pytest.mark.parametrize("word", ["full", "full,unrolled"])
-def test_the_backward_pass_does_not_route_again(make_model, word):
+def test_the_backward_pass_does_not_route_again(make_model):
     model = make_model(stacks=STACKS["alike"])
     attach(model, LoraSpec(rank=2, alpha=4), key=jax.random.key(0))
     graphdef, params, frozen = nnx.split(model, Trained, ...)
     x_BTD = jnp.zeros((1, 5, model.cfg.width))
 
     def loss(params):
-        return jnp.sum(nnx.merge(graphdef, params, frozen).trunk(x_BTD, remat=word)[0])
+        return jnp.sum(nnx.merge(graphdef, params, frozen).trunk(x_BTD, remat="full")[0])
 
-    layers = 3 if "unrolled" in word else 1
     jaxpr = jax.make_jaxpr(jax.grad(loss))(params).jaxpr
-    assert times(jaxpr, "top_k") == layers
-    assert times(jaxpr, "sort") == layers
+    assert times(jaxpr, "top_k") == 1
+    assert times(jaxpr, "sort") == 1
 
 
 def times(jaxpr, name):

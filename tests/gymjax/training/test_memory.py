@@ -97,16 +97,12 @@ def test_what_each_name_keeps(make_model):
     assert kept_bytes(work, "none") > kept_bytes(work, "selective")
 
 
-def test_what_unrolled_experts_keep(make_model):
+def test_what_experts_keep(make_model):
     work, _ = work_of(make_model, stacks=(Stack((LayerKind(experts=MOE),), 4),), qk_norm="projection")
     nothing, tokens = kept_bytes(work, "full"), 4 * ROWS * LENGTH * 4
-    assert kept_bytes(work, "full,unrolled") == nothing  # weights are not listed
     widths = {"q_product": 128, "k_product": 64, "gate": 384, "up": 384, "rows": 2 * 128, "hidden": 384}
     for name, width in widths.items():
-        assert kept_bytes(work, f"{name},unrolled") - nothing == tokens * width
-    full, kept = predict(work, "full"), predict(work, "gate,up,unrolled")
-    assert kept.casts == 0  # trained weights are in the compute dtype
-    assert kept.peak - full.peak < kept.kept - full.kept  # gradients take the room that what was kept leaves
+        assert kept_bytes(work, name) - nothing == tokens * width
 
 
 def test_offloaded_inputs_leave_the_device(make_model):

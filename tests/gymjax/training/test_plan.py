@@ -33,7 +33,7 @@ def test_auto_computes_less_again_the_more_memory_there_is(work, monkeypatch):
     peaks = {remat: plan.predict(work, remat).peak for remat in ("offload", "full", "none")}
     assert choose(work, "auto", peaks["full"]).remat == "offload"  # it would fill more than FILL
     seen = []
-    for limit in range(int(peaks["full"] / FILL) + 1, int(1.2 * peaks["none"] / FILL), peaks["none"] // 16):
+    for limit in range(int(peaks["full"] / FILL) + 1, int(1.2 * peaks["none"] / FILL), peaks["none"] // 64):
         chosen = choose(work, "auto", limit)
         assert chosen.memory.peak <= FILL * limit
         assert chosen.fits

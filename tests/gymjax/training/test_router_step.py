@@ -140,7 +140,7 @@ def test_adapters_train_over_every_base(base, make_model, random_batch):
     attach(model, LoraSpec(rank=2, alpha=4), key=jax.random.key(0))
     metrics, grads = stepper(model, SETTINGS)(random_batch(1, 4))
     assert jnp.isfinite(metrics["loss"])
-    for remat in ("full", "selective", "offload", "selective,unrolled") if base == "nf4" else ():
+    for remat in ("full", "selective", "offload") if base == "nf4" else ():
         _, again = stepper(model, dataclasses.replace(SETTINGS, remat=remat))(random_batch(1, 4))
         assert largest_difference(grads, again) < 1e-5  # the same products, made again
     moved = [bool(np.abs(leaf).max() > 0) for leaf in jax.tree.leaves(grads)]
