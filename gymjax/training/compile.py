@@ -18,12 +18,15 @@ from gymjax.training.kernels_ahead import kernels_ahead
 from gymjax.training.metrics import GIB, device_memory_gib
 from gymjax.training.step import StepSettings, TrainState, make_step
 
-COMPILER_OPTIONS = {"xla_gpu_memory_limit_slop_factor": 1000}
-"""Leave to the plan what is computed again; it refuses what does not fit before anything is compiled.
+COMPILER_OPTIONS = {"xla_gpu_memory_limit_slop_factor": 1000, "xla_gpu_dot_merger_threshold_mb": 0}
+"""Leave to the plan what is computed again, as it refuses what does not fit before anything is compiled; merge nothing.
 
-XLA computes again too where temporaries need more than 95 % of what the arguments leave of 0.8 of the GPU's memory,
+XLA computes again where temporaries need more than 95 % of what the arguments leave of 0.8 of the GPU's memory,
 however much of it the allocator may use: with 130 of 140 GiB allowed and 117 needed, it gathered the rows of experts
 three times. The factor takes the place of the 95.
+
+XLA would merge products of one input, such as queries, keys and values, for a copy that joins their weights and others
+of what is sliced from the result.
 """
 
 
