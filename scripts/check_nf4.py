@@ -3,9 +3,9 @@
 Usage: python scripts/check_nf4.py [--out FILE]     (exit status 1 where a check fails)
 
 Dequantization must give the bits of plain jnp on the CPU: all codes, scales of all sizes, shapes of Llama-3.1-8B and
-70B, stacked layers, a result with room for an adapter, more than 2^31 elements. Products that decode the weight inside,
-and add an adapter's, may be off by 1.5 times what the dense bf16 product is, against float64 on the host, and must give
-the same bits twice.
+70B, stacked layers, a result with room for an adapter, a copy of it with one, more than 2^31 elements. Products that
+decode the weight inside, and add an adapter's, may be off by 1.5 times what the dense bf16 product is, against float64
+on the host, and must give the same bits twice.
 """
 
 from __future__ import annotations
@@ -68,6 +68,8 @@ def check_bits(shape: tuple[int, int], dtype: str, leading: tuple[int, ...], dou
             joined = jax.jit(lambda w, more, axis=axis: join(w, more, axis, implementation="mosaic_gpu"))(w, more)
             expected = np.concatenate([want, np.asarray(more).view(np.uint16)], axis)
             wrong += int((np.asarray(joined).view(np.uint16) != expected).sum())
+            copied = jax.jit(lambda w, more, axis=axis: join(w, more, axis))(got, more)
+            wrong += int((np.asarray(copied).view(np.uint16) != expected).sum())
     form = f"{leading} " if leading else ""
     kind = "" if double else ", f32 scales"
     return f"bits {form}{shape} {dtype}{kind}: {wrong} differ", wrong == 0

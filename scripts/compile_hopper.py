@@ -37,6 +37,7 @@ from pallas_kernels.linear_cross_entropy.mosaic_gpu_exponentials import exponent
 from pallas_kernels.lora_linear import mosaic_gpu as narrow
 from pallas_kernels.nf4_linear import mosaic_gpu as nf4
 from pallas_kernels.nf4_linear.cases import random_weight
+from pallas_kernels.nf4_linear.mosaic_gpu_join import copy_with_edge
 from pallas_kernels.nf4_linear.mosaic_gpu_matmul import MatmulTiles
 from pallas_kernels.nf4_linear.mosaic_gpu_turned import TurnedTiles
 from pallas_kernels.rms_norm import mosaic_gpu as norm
@@ -189,6 +190,8 @@ def nf4_kernels():
         unpack = functools.partial(nf4.dequantize, shape=shape, dtype=jnp.bfloat16)
         yield [f"nf4-dequantize-{name}"], unpack, packed, 0
         sizes = (MatmulTiles(), MatmulTiles(rows=128, stages=6), TurnedTiles(), TurnedTiles(splits=2))
+        dense, edge = (jax.ShapeDtypeStruct(size, jnp.bfloat16) for size in (shape, (shape[0], 64)))
+        yield [f"join-{name}"], functools.partial(copy_with_edge, axis=1), (dense, edge), 0
         for transpose, tiles in itertools.product((False, True), sizes):
             x = jax.ShapeDtypeStruct((512, shape[0] if transpose else shape[1]), jnp.bfloat16)
 

@@ -28,7 +28,7 @@ def matmul(x: Float[Array, "*B I"], w: Float[Array, "O I"] | NF4Weight) -> Float
 
 
 def _product(x: Array, w: Array) -> Array:
-    return jnp.einsum("...i,oi->...o", x, w.astype(x.dtype), preferred_element_type=jnp.float32).astype(x.dtype)
+    return jnp.einsum("...i,oi->...o", x, w.astype(x.dtype))
 
 
 @jax.custom_vjp
@@ -48,7 +48,7 @@ def _narrow_product_fwd(x: Any, w: Any) -> tuple[Array, tuple[Array | None, Arra
 
 def _narrow_product_bwd(residuals: tuple[Array | None, Array], dy: Array) -> tuple[Array, Array | None]:
     x, w = residuals
-    dx = jnp.einsum("...o,oi->...i", dy, w.astype(dy.dtype), preferred_element_type=jnp.float32).astype(dy.dtype)
+    dx = jnp.einsum("...o,oi->...i", dy, w.astype(dy.dtype))
     if x is None:
         return dx, None
     return dx, jnp.einsum("...o,...i->oi", dy, x, preferred_element_type=jnp.float32).astype(w.dtype)

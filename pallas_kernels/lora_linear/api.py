@@ -112,7 +112,7 @@ def room(x: Float[Array, "*B I"], layers: Sequence[Projection], *, implementatio
     """
     if _choose(x, layers, implementation) == "xla":  # which writes x and zeros behind it in one operation
         return 0
-    return reference.room(x, layers, mosaic_gpu.KERNELS.weights) if mosaic_gpu.puts_last(x) else 0
+    return reference.room(x, layers, mosaic_gpu.KERNELS.weights, ready=True) if mosaic_gpu.puts_last(x) else 0
 
 
 def explain(ws: Sequence[Array | NF4Weight] = (), rows: int = 8192) -> str:

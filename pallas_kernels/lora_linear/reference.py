@@ -2,7 +2,8 @@
 
 Products with adapters are bracketed so that every intermediate has rank width. A base's product and its adapter's are
 summed in one of two ways, whichever moves fewer bytes: as one matrix product over joined operands, [x, low] @ [w, b].T,
-which copies x (and w, unless it is being unpacked anyway), or as two, the second of which is added to the first.
+which copies x (unless whatever makes it leaves room behind) and w (unless it is being unpacked anyway), or as two, the
+second of which is added to the first.
 Where a kernel unpacks a weight inside the product, it adds the adapter's there. Products of a wide array with a factor
 of few rows, `x @ a.T`, and such a factor's gradient, are `narrow_products`: here two products of XLA's, in
 mosaic_gpu.py one pass.
@@ -132,11 +133,14 @@ class Kept(NamedTuple):
     low: Float[Array, "*B P"]
 
 
-def room(x: Array, layers: Sequence[Projection], weights: Implementation | None) -> int:
-    """Return how many columns behind x (*B, I or more) its joined products fill, 0 where operands are not joined."""
+def room(x: Array, layers: Sequence[Projection], weights: Implementation | None, *, ready: bool) -> int:
+    """Return how many columns behind x (*B, I or more) its joined products fill, 0 where operands are not joined.
+
+    `ready` says that whatever makes x leaves them there; else a copy of x counts.
+    """
     rows, width = math.prod(x.shape[:-1]), layers[0].w.shape[1]
-    outs = sum(layer.w.shape[0] for layer in layers)
-    if rows * width + sum(_copied(layer.w) for layer in layers) >= rows * outs:
+    adapted = sum(layer.w.shape[0] for layer in layers if layer.a is not None)
+    if (not ready) * rows * width + sum(_copied(layer.w) for layer in layers) >= rows * adapted:
         return 0
     if any(decodes_inside(x, layer.w, weights) for layer in layers):
         return 0
@@ -159,7 +163,7 @@ def forward(
     """
     adapters, width = _adapters(layers), layers[0].w.shape[1]
     ups = {one.layer: one for one in adapters}
-    more = room(x, layers, kernels.weights)
+    more = room(x, layers, kernels.weights, ready=x.shape[-1] > width)
     wide = _pad_last(x, width + more - x.shape[-1])
     low = checkpoint_name(_low_products(wide, width, adapters, rate, keys, kernels.narrow), LOW_NAME)
     if more:
@@ -221,16 +225,27 @@ def _gradient_of_x(
             product(dy, layer.w, transpose=True, extra=extra.get(i), implementation=weights)
             for i, (layer, dy) in enumerate(zip(layers, dys))
         ]
-        return sum(parts[1:], start=parts[0])
+        return _chained(parts)
     copied = [rows * layer.w.shape[0] + _copied(layer.w) for layer in layers]
     if min(copied) >= rows * width:
-        return sum(_bases(layers, dys, weights), start=jnp.einsum("...r,ri->...i", dlow, a))
+        return _chained([jnp.einsum("...r,ri->...i", dlow, a), *_bases(layers, dys, weights)])
     at, spare = copied.index(min(copied)), -dlow.shape[-1] % ALIGNMENT
     dy = jnp.concatenate([dys[at], _pad_last(dlow, spare)], axis=-1)
     w = join(layers[at].w, jnp.pad(a, ((0, spare), (0, 0))), 0, implementation=weights)
     others = [i for i in range(len(layers)) if i != at]
     rest = _bases([layers[i] for i in others], [dys[i] for i in others], weights)
-    return sum(rest, start=jnp.einsum("...o,oi->...i", dy, w))
+    return _chained([jnp.einsum("...o,oi->...i", dy, w), *rest])
+
+
+def _chained(products: Sequence[Array]) -> Array:
+    """Sum of products, written so that cuBLAS starts each from the sum of those before it.
+
+    XLA looks at a sum's left side first, and gives up where that is a product that has a start already.
+    """
+    total = products[0]
+    for one in products[1:]:
+        total = one + total
+    return total
 
 
 def _bases(layers: Sequence[Projection], dys: Sequence[Array], weights: Implementation | None) -> list[Array]:

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, UInt8
 
-from pallas_kernels import Implementation, _dispatch
+from pallas_kernels import Implementation, _dispatch, _platform
 from pallas_kernels.nf4_linear import mosaic_gpu, reference
-from pallas_kernels.nf4_linear.mosaic_gpu_join import write_edge
+from pallas_kernels.nf4_linear.mosaic_gpu_join import copies, copy_with_edge, write_edge
 from pallas_kernels.nf4_linear.reference import DYNAMIC_CODE, NESTED_BLOCK, NF4_CODE
 
 __all__ = [
@@ -103,15 +103,19 @@ def join(
     *,
     implementation: Implementation | None = None,
 ) -> Float[Array, "O_R I_C"]:
-    """`concatenate([dense(w), more], axis)` in more's dtype, without a second copy of a packed weight.
+    """`concatenate([dense(w), more], axis)` in more's dtype: one pass over w, whether unpacked or copied.
 
     Args:
         w: an array or a packed weight, of one layer.
         more: rows (axis 0) or columns (axis 1) that follow w's.
         axis: 0 or 1.
-        implementation: as in `dequantize`.
+        implementation: as in `dequantize`; an array is copied by a kernel where that is not "xla".
     """
-    if not isinstance(w, NF4Weight) or _choose(w, more.dtype, implementation) == "xla":
+    if not isinstance(w, NF4Weight):
+        w = jnp.asarray(w, more.dtype)
+        kernel = implementation != "xla" and _platform.why_not_hopper(one_device=True) is None and copies(w, more, axis)
+        return copy_with_edge(w, more, axis) if kernel else jnp.concatenate([w, more], axis)
+    if _choose(w, more.dtype, implementation) == "xla":
         return jnp.concatenate([dense(w, more.dtype, implementation=implementation), more], axis)
     room = (more.shape[0], 0) if axis == 0 else (0, more.shape[1])
     return write_edge(_dequantize(w, more.dtype, implementation, room), more, axis)

@@ -84,12 +84,27 @@ def two_layers(width: int = 1024) -> list[Projection]:
 def test_room_behind_x_may_hold_anything() -> None:
     layers = two_layers()
     x = jnp.asarray(np.random.default_rng(2).standard_normal((2, 1024, 1024)), jnp.bfloat16)
-    assert reference.room(x, layers, "xla") == 64  # of ranks of 16
+    assert reference.room(x, layers, "xla", ready=True) == 64  # of ranks of 16
     wide = jnp.pad(x, ((0, 0), (0, 0), (0, 64)), constant_values=jnp.nan)
     want, kept = reference.forward(x, layers, 0.0, None)
     got, kept_of_wide = reference.forward(wide, layers, 0.0, None)
     for ours, plain in zip(jax.tree.leaves((got, kept_of_wide)), jax.tree.leaves((want, kept)), strict=True):
         np.testing.assert_array_equal(ours, plain)  # the same operations on the same numbers
+
+
+def test_operands_are_joined_where_that_moves_fewer_bytes() -> None:
+    w, one = jnp.zeros((2048, 1024)), jnp.float32(1)
+    plain, adapted = Projection(w, None, None, one), Projection(w, jnp.zeros((16, 1024)), jnp.zeros((2048, 16)), one)
+
+    def joined(rows: int, *layers: Projection, ready: bool) -> bool:
+        return reference.room(jnp.zeros((rows, 1024)), layers, "xla", ready=ready) > 0
+
+    assert joined(1032, adapted, ready=True)  # a copy of 1024 x 2048 weights, or of 1032 x 2048 sums
+    assert not joined(1032, adapted, ready=False)  # and of 1032 x 1024 inputs
+    assert joined(2056, adapted, ready=False)
+    assert not joined(1024, adapted, ready=True)
+    assert joined(2056, adapted, plain, ready=True)  # the layer without an adapter has weights to copy, no sums
+    assert not joined(2048, adapted, plain, ready=True)
 
 
 def test_low_products_go_behind_x_in_place(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture) -> None:

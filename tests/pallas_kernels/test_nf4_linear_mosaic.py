@@ -17,7 +17,7 @@ from pallas_kernels.lora_linear import lora_linears
 from pallas_kernels.lora_linear.reference import Projection
 from pallas_kernels.nf4_linear import NF4Weight, dequantize, explain, join, mosaic_gpu, nf4_linear
 from pallas_kernels.nf4_linear.cases import random_weight
-from pallas_kernels.nf4_linear.mosaic_gpu_join import write_edge
+from pallas_kernels.nf4_linear.mosaic_gpu_join import copies, copy_with_edge, write_edge
 from pallas_kernels.nf4_linear.mosaic_gpu_matmul import MatmulTiles, suitable_tiles
 from pallas_kernels.nf4_linear.mosaic_gpu_turned import TurnedTiles, suitable_turned
 
@@ -98,6 +98,11 @@ def test_the_kernels_of_the_gpu_lower() -> None:
     text = lowered(lambda w, more: join(w, more, 1), w, jnp.zeros((64, 16), jnp.bfloat16))
     assert text.count("@mosaic_gpu_v2") == 2  # the weight, and what is written beside it in place
     assert "concatenate" not in text
+    assert "stablehlo.concatenate" not in text
+    text = lowered(
+        lambda w, more: join(w, more, 1), jnp.zeros((64, 2048), jnp.bfloat16), jnp.zeros((64, 16), "bfloat16")
+    )
+    assert text.count("@mosaic_gpu_v2") == 1  # a copy of both
     assert "stablehlo.concatenate" not in text
 
     def step(x: jax.Array, ws: NF4Weight) -> jax.Array:
@@ -279,3 +284,30 @@ def test_interpreted_edge_is_written_in_place(whole, more, axis: int, capfd: pyt
     want = np.asarray(large).copy()
     want[(slice(-more[0], None), slice(None)) if axis == 0 else (slice(None), slice(-more[1], None))] = small
     np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize(
+    ("whole", "more", "axis"), [((128, 256), (128, 16), 1), ((192, 320), (8, 320), 0), ((64, 64), (64, 256), 1)]
+)
+def test_interpreted_copy_is_a_concatenation(whole, more, axis: int, capfd: pytest.CaptureFixture) -> None:
+    rng = np.random.default_rng(1)
+    large, small = (jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in (whole, more))
+    assert copies(large, small, axis)
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+        got = copy_with_edge(large, small, axis)
+    assert "RACE" not in capfd.readouterr().out
+    np.testing.assert_array_equal(got, np.concatenate([large, small], axis))
+
+
+@pytest.mark.parametrize(
+    ("whole", "more", "dtypes"),
+    [
+        ((64, 48), (64, 8), ("bfloat16", "bfloat16")),  # tiles of 16 columns
+        ((64, 64), (64, 12), ("bfloat16", "bfloat16")),  # not whole words of the copy engine
+        ((64, 64), (64, 264), ("bfloat16", "bfloat16")),  # more than it copies at once
+        ((64, 64), (64, 8), ("float32", "float32")),
+        ((64, 64), (64, 8), ("float16", "bfloat16")),
+    ],
+)
+def test_what_the_copy_does_not_take(whole, more, dtypes) -> None:
+    assert not copies(*(jnp.zeros(shape, dtype) for shape, dtype in zip((whole, more), dtypes, strict=True)), 1)
