@@ -33,10 +33,10 @@ from pallas_kernels.nf4_linear.mosaic_gpu_turned import suitable_turned
 CHANGES: dict[str, dict[str, Any]] = {
     "turned": {},
     "alone": {"pair": False},
-    "4 slots": {"stages": 4},
+    "5 slots": {"stages": 5},
     "3 slots": {"stages": 3},
     "128 rows": {"rows": 128, "stages": 8},
-    "256 rows": {"rows": 256, "stages": 5},
+    "256 rows": {"rows": 256, "stages": 4},
     "1 part": {"splits": 1},
     "2 parts": {"splits": 2},
     "4 parts": {"splits": 4},

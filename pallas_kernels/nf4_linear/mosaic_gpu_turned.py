@@ -67,7 +67,7 @@ class TurnedTiles:
     """
 
     rows: int = 256
-    stages: int = 5
+    stages: int = 4
     splits: int = 1
     pair: bool = True
     blocks: int | None = None
@@ -87,7 +87,7 @@ def suitable_turned(rows: int, depth: int, width: int) -> TurnedTiles:
 
     parts = [one for one in (1, 2, 3, 4, 8) if steps % one == 0 and steps >= 2 * one]
     size, splits = min(itertools.product((64, 128, 256), parts), key=cycles)
-    pair, stages = width % (2 * WIDTH) == 0, 5 if size == 256 else 8  # slots: 215 KiB, or 197 at most
+    pair, stages = width % (2 * WIDTH) == 0, 4 if size == 256 else 8  # 172 KiB, 197 at most
     return TurnedTiles(rows=size, stages=stages, splits=splits, pair=pair)
 
 
