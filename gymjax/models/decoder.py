@@ -120,7 +120,7 @@ class Decoder(nnx.Module):
             key: randomness of the adapters' dropout; None turns it off.
             remat: "none" keeps activations, "full" recomputes whole layers, "selective" keeps all names, names of
                 SAVED_NAMES joined by commas keep those, "offload" is "full" with the layers' inputs in the host's
-                memory.
+                memory. But for "none", only Trained weights get gradients where a model has some.
             attention: flash-attention implementation; None picks the fastest.
             counted_BT: tokens that count in the routers' statistics; None: none are made.
             fused_ops: norms, rotations and gates as kernels with gradients of their own, and what layers keep written
@@ -219,11 +219,12 @@ def _scan_stack(run, blocks: nnx.List, x_BTD: Array, kv, key: jax.Array | None, 
     if remat == "offload":
         x_BTD, stats = scan_offloaded(lambda x, *layer: _drop_cache(body((x, kv), *layer)), x_BTD, trained, rest)
         return x_BTD, kv, stats
-    policy = None if remat == "none" else kept.policy(remat)
-    if fused_ops and kv[0] is None:
-        x_BTD, stats = scan_in_place(lambda x, *layer: _drop_cache(body((x, kv), *layer)), x_BTD, trained, rest, policy)
-        return x_BTD, kv, stats
-    if policy is not None:
+    if remat != "none":
+        policy = kept.policy(remat)
+        if fused_ops and jax.tree.leaves(trained):  # where none is declared, all weights may be differentiated
+            run_layer = lambda x, *layer: _drop_cache(body((x, kv), *layer))  # noqa: E731
+            x_BTD, stats = scan_in_place(run_layer, x_BTD, trained, rest, policy)
+            return x_BTD, kv, stats
         body = jax.checkpoint(body, prevent_cse=False, policy=policy)
     (x_BTD, kv), stats = jax.lax.scan(lambda carry, layer: body(carry, *layer), (x_BTD, kv), (trained, rest))
     return x_BTD, kv, stats

@@ -14,9 +14,7 @@ from jaxtyping import Array
 Body = Callable[[Array, Any, Any], tuple[Array, Any]]
 
 
-def scan_in_place(
-    body: Body, x: Array, trained: Any, rest: Any, policy: Callable[..., Any] | None
-) -> tuple[Array, Any]:
+def scan_in_place(body: Body, x: Array, trained: Any, rest: Any, policy: Callable[..., Any]) -> tuple[Array, Any]:
     """`lax.scan` of `x, out = body(x, trained[i], rest[i])`, differentiable by x and `trained`.
 
     What `jax.grad` of a scan keeps is copied into stacks, which were filled with zeros: XLA cannot let a product or a
@@ -28,13 +26,13 @@ def scan_in_place(
         x: the first layer's input, an array of floating-point numbers.
         trained: pytree of arrays stacked over layers, floating-point.
         rest: pytree of arrays stacked over layers, without gradients.
-        policy: of `jax.checkpoint`, what is kept beside the layers' inputs; None keeps all.
+        policy: of `jax.checkpoint`, what is kept beside the layers' inputs.
 
     Returns:
         (the last layer's output, every layer's `out` stacked).
     """
     layers = len(jax.tree.leaves((trained, rest))[0])
-    kept_body = body if policy is None else jax.checkpoint(body, prevent_cse=False, policy=policy)
+    kept_body = jax.checkpoint(body, prevent_cse=False, policy=policy)
 
     @jax.custom_vjp
     def run(x, trained, rest):

@@ -30,10 +30,11 @@ def compiler_options(settings: StepSettings) -> dict[str, Any]:
     Products are cuBLAS' from the beginning, not after Triton's have been tried: only then XLA lets them read a layer's
     weights where they are stacked, and write into the stacks of `scan_in_place`. In other scans it would run a product
     twice for that. Nor are products of one input merged, such as queries, keys and values: that takes a copy that joins
-    their weights, and others of what is sliced from the result. Without fused operations XLA's choices stay its own.
+    their weights, and others of what is sliced from the result. Without fused operations, and where all is kept by the
+    scan of `jax.grad`, XLA's choices stay its own.
     """
     options: dict[str, Any] = {"xla_gpu_memory_limit_slop_factor": 1000}
-    if settings.fused_ops:
+    if settings.fused_ops and settings.remat != "none":
         options |= {"xla_gpu_enable_triton_gemm": False, "xla_gpu_dot_merger_threshold_mb": 0}
     return options
 

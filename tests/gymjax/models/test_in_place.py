@@ -40,7 +40,7 @@ def layer(angles, x, trained, rest):
 
 def scanned(body, x, trained, rest, policy):
     """The same by `lax.scan`."""
-    body = body if policy is None else jax.checkpoint(body, policy=policy, prevent_cse=False)
+    body = jax.checkpoint(body, policy=policy, prevent_cse=False)
     return jax.lax.scan(lambda x, each: body(x, *each), x, (trained, rest))
 
 
@@ -60,7 +60,9 @@ def arguments():
 
 
 @pytest.mark.parametrize(
-    "policy", [NAMED, jax.checkpoint_policies.nothing_saveable, None], ids=["named", "none", "all"]
+    "policy",
+    [NAMED, jax.checkpoint_policies.nothing_saveable, jax.checkpoint_policies.everything_saveable],
+    ids=["named", "none", "all"],
 )
 def test_it_computes_what_a_scan_does(policy) -> None:
     ours, plain = (
