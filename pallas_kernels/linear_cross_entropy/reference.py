@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -198,13 +198,30 @@ def over_groups[Carry, Room, Kept](
                 carried, first = body(carried, starts[0])
                 kept, starts = [jax.tree.map(lambda leaf: leaf[None], first)], starts[1:]
             if len(starts):
-                carried, others = jax.lax.scan(body, carried, starts)
+                carried, others = _scan(body, carried, starts, sums=apart)
                 kept.append(others)
             carry = carried[0]
             joined = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *kept) if len(kept) > 1 else kept[0]
             found.append(jax.tree.map(lambda leaf: _join(leaf.reshape(-1, *leaf.shape[2:])), joined))
             done += some * n * of_size
     return carry, jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=-1), *found)
+
+
+def _scan(body: Callable, carry: Any, starts: Array, *, sums: bool) -> tuple[Any, Any]:
+    """`lax.scan` over starts; a carry that `sums` up large arrays does so in place even where there is one step.
+
+    XLA makes straight code of such a loop, and then holds the sum three times. It does not of a count it cannot know.
+    """
+    if not sums or len(starts) > 1:
+        return jax.lax.scan(body, carry, starts)
+    shapes = jax.eval_shape(body, carry, starts[0])[1]
+
+    def step(_, state):
+        carry, found = body(state[0], starts[0])
+        return carry, jax.tree.map(lambda leaf: leaf[None], found)
+
+    blank = jax.tree.map(lambda leaf: jnp.zeros((1, *leaf.shape), leaf.dtype), shapes)
+    return jax.lax.fori_loop(0, jax.lax.optimization_barrier(jnp.int32(1)), step, (carry, blank))
 
 
 def _of_size(group: Callable, size: int, carry, starts: Array):
