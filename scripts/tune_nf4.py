@@ -25,6 +25,8 @@ import jax.numpy as jnp
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from tune_grouped_matmul import difference
+
 from pallas_kernels.bench import build, median_seconds
 from pallas_kernels.nf4_linear import NF4Weight, dequantize, mosaic_gpu
 from pallas_kernels.nf4_linear.cases import CASES
@@ -41,13 +43,6 @@ CHANGES: dict[str, dict[str, Any]] = {
     "2 parts": {"splits": 2},
     "4 parts": {"splits": 4},
 }
-
-
-@jax.jit
-def difference(got, first):
-    """Relative, in the Frobenius norm."""
-    got, first = (x.astype(jnp.float32) for x in (got, first))
-    return jnp.linalg.norm((got - first).ravel()) / jnp.linalg.norm(first.ravel())
 
 
 def forms(w: NF4Weight, rows: int, *, transpose: bool) -> dict[str, Callable[..., Any]]:

@@ -13,8 +13,18 @@ When = Literal["no", "steps", "epoch"]
 REMAT = ("full", "none", "selective", "offload", "auto")
 # What of a layer can be kept by name.
 KEPT_NAMES = (
-    *("q", "k", "v", "q_product", "k_product", "attention", "attention_lse", "middle", "gate", "up"),
-    *("rows", "hidden"),
+    "q",
+    "k",
+    "v",
+    "q_product",
+    "k_product",
+    "attention",
+    "attention_lse",
+    "middle",
+    "gate",
+    "up",
+    "rows",
+    "hidden",
 )
 
 

@@ -216,24 +216,22 @@ def _scan_stack(run, blocks: nnx.List, x_BTD: Array, kv, key: jax.Array | None, 
         x_BTD, kv, stats = run(nnx.merge(graphdef, trained, state), x_BTD, kv, layer=layer, key=key)
         return (x_BTD, kv), stats
 
+    def without_cache(x_BTD, *layer):  # while training there is none
+        (x_BTD, _), stats = body((x_BTD, kv), *layer)
+        return x_BTD, stats
+
     if remat == "offload":
-        x_BTD, stats = scan_offloaded(lambda x, *layer: _drop_cache(body((x, kv), *layer)), x_BTD, trained, rest)
+        x_BTD, stats = scan_offloaded(without_cache, x_BTD, trained, rest)
         return x_BTD, kv, stats
+    run_layer = body
     if remat != "none":
         policy = kept.policy(remat)
         if fused_ops and jax.tree.leaves(trained):  # where none is declared, all weights may be differentiated
-            run_layer = lambda x, *layer: _drop_cache(body((x, kv), *layer))  # noqa: E731
-            x_BTD, stats = scan_in_place(run_layer, x_BTD, trained, rest, policy)
+            x_BTD, stats = scan_in_place(without_cache, x_BTD, trained, rest, policy)
             return x_BTD, kv, stats
-        body = jax.checkpoint(body, prevent_cse=False, policy=policy)
-    (x_BTD, kv), stats = jax.lax.scan(lambda carry, layer: body(carry, *layer), (x_BTD, kv), (trained, rest))
+        run_layer = jax.checkpoint(body, prevent_cse=False, policy=policy)
+    (x_BTD, kv), stats = jax.lax.scan(lambda carry, layer: run_layer(carry, *layer), (x_BTD, kv), (trained, rest))
     return x_BTD, kv, stats
-
-
-def _drop_cache(result):
-    """(states, statistics) of ((states, cache), statistics): there is no cache while training."""
-    (x_BTD, _), stats = result
-    return x_BTD, stats
 
 
 def _run_group(blocks, x_BTD, kv, *, layer, key, tables, segment_ids_BT, attention, length, counted_BT, fused_ops):

@@ -153,7 +153,6 @@ class _Layer:
 def _run(program: core.Jaxpr, known: dict[Any, Any], places: dict[Any, int], index: Array, stacks: list[Array]) -> None:
     """Runs a program; adds its variables' values to `known` and what has a place to `stacks`."""
     for eqn in program.eqns:
-        variables = [var for var in eqn.invars if not isinstance(var, core.Literal)]
         if eqn.primitive.name == "optimization_barrier":  # for scans of jax.grad, see _hopper.run_once
             results = _values(eqn.invars, known)
         elif inner := _program_in(eqn, places):
@@ -166,6 +165,7 @@ def _run(program: core.Jaxpr, known: dict[Any, Any], places: dict[Any, int], ind
             _run(inner.jaxpr, of_inner, inner_places, index, stacks)
             results = _values(inner.jaxpr.outvars, of_inner)
         else:
+            variables = [var for var in eqn.invars if not isinstance(var, core.Literal)]
             debug_info = program.debug_info.with_unknown_names()
             alone = core.Jaxpr((), variables, eqn.outvars, [eqn], debug_info=debug_info)
             results = core.jaxpr_as_fun(core.ClosedJaxpr(alone, ()))(*_values(variables, known))
