@@ -42,7 +42,13 @@ FORMS = {  # implementation, chunk, group; all logits at once last, as it is the
         ("xla", 512, 512),
         ("xla", 256, 1024),
     ),
-    False: (("mosaic_gpu", 256, 512), ("mosaic_gpu", 512, 1024), ("xla", 512, 1024)),
+    False: (
+        ("mosaic_gpu", 256, 512),
+        ("mosaic_gpu", 512, 1024),
+        ("mosaic_gpu", 512, 2048),
+        ("mosaic_gpu", 1024, 4096),
+        ("xla", 512, 1024),
+    ),
 }
 ALONE = {"": product.Tiles(), ", band 8": product.Tiles(band=8), ", band 4": product.Tiles(band=4)}
 PAIRS = {f", pair{name}": dataclasses.replace(tiles, pair=True) for name, tiles in ALONE.items()}

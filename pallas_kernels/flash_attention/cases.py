@@ -70,6 +70,12 @@ CASES = (
     _case("B1-S16384-N32-K8-D128-causal-pair", 1, 16384, 32, 8, 128, deterministic=True),
     _case("B16-S2048-N32-K8-D128-causal", 16, 2048, 32, 8, 128),
     _case("B16-S2048-N32-K8-D128-causal-pair", 16, 2048, 32, 8, 128, deterministic=True),
+    *[
+        _case(f"B{batch}-S{tokens}-N32-K8-D{width}-causal", batch, tokens, 32, 8, width)
+        for width in (64, 256)
+        for batch, tokens in ((1, 16384), (16, 2048))
+    ],
+    _case("B4-S4096-N32-K8-D256-causal", 4, 4096, 32, 8, 256),
     _case("B1-S32768-N32-K8-D128-causal", 1, 32768, 32, 8, 128),
     _case("B1-S32768-N32-K8-D128-causal-W4096", 1, 32768, 32, 8, 128, window=4096),
     _case("B12-S4096-N32-K8-D128-causal", 12, 4096, 32, 8, 128),

@@ -73,7 +73,7 @@ def linear_cross_entropy(
         reduction: "sum" adds the weighted losses up, "none" returns them token by token.
         chunk_tokens: about how many tokens' logits exist at a time (4 * V bytes each); at least one token of each row.
         group_tokens: about how many tokens' d(logits) in x.dtype do, and so the rows of the gradient's products; None
-            for chunk_tokens, or twice that where a head is trained.
+            for chunk_tokens, or where a head is trained twice that, four times where no f32 logits are stored.
         ignore_index: label of tokens whose loss is 0 and whose gradient is exactly 0.
         scale: factor on the logits; one over the temperature.
         softcap: bound on the logits, after the factor; None for no bound.
@@ -98,12 +98,12 @@ def linear_cross_entropy(
     checks.packed(head, frozen_head)
     checks.numbers(chunk_tokens, group_tokens, softcap, label_smoothing, z_loss, reduction)
     checks.known_labels(labels, head.shape[0], ignore_index)
-    group_tokens = chunk_tokens * (1 if frozen_head else 2) if group_tokens is None else group_tokens
     form = mosaic_gpu.Form(float(scale), softcap, label_smoothing, z_loss)
-    rows = min(labels.size, max(chunk_tokens, group_tokens) + labels.size // max(1, labels.shape[-1]))  # at most
     more = {"metrics": metrics, "bias": bias is not None}
     fused = frozen_head or reduction == "sum"
     fused = fused and mosaic_gpu_fused.takes(x.shape[-1], head.shape[0], x.dtype, form, trained=not frozen_head, **more)
+    group_tokens = group_tokens or chunk_tokens * (1 if frozen_head else 4 if fused else 2)
+    rows = min(labels.size, max(chunk_tokens, group_tokens) + labels.size // max(1, labels.shape[-1]))  # at most
     refusals = _refusals(mosaic_gpu.refuses(head.shape[0], x.dtype, form, rows=rows, **more), fused)
     chosen = _dispatch.choose("linear_cross_entropy", implementation, refusals)
     how = reference.Settings(
