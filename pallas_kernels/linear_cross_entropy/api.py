@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels import Implementation, _dispatch
 from pallas_kernels._int8 import Int8Weight, unpack_int8
 from pallas_kernels.linear_cross_entropy import checks, mosaic_gpu, mosaic_gpu_fused, mosaic_gpu_passes, reference
+from pallas_kernels.linear_cross_entropy.mosaic_gpu_fused import keeps_codes
 from pallas_kernels.nf4_linear import NF4Weight, dense
 
 _PASSES = {"mosaic_gpu": mosaic_gpu_passes.PASSES, "xla": reference.PASSES}
@@ -58,6 +59,8 @@ def linear_cross_entropy(
     A trained one takes 6*M*D*V with reduction="sum", whose gradients are all computed in the forward pass, the head's
     summed and kept in f32; 8*M*D*V with "none", where each token's weight in the gradient is known in the backward
     pass only, which computes the logits again. So do not put jax.checkpoint around it: it would do the work twice.
+    Of a 16-bit head and M <= 2*D, kernels that store exponentials keep them all, in the room of the f32 sum, and both
+    reductions take 6*M*D*V, with one product over all tokens in the backward pass.
     The gradient multiplies d(logits) in x.dtype, as a dense bf16 head does. No small term of the softmax is left out.
     Source: arXiv 2410.10989, section 3.2.
 
@@ -100,8 +103,9 @@ def linear_cross_entropy(
     checks.known_labels(labels, head.shape[0], ignore_index)
     form = mosaic_gpu.Form(float(scale), softcap, label_smoothing, z_loss)
     more = {"metrics": metrics, "bias": bias is not None}
-    fused = frozen_head or reduction == "sum"
-    fused = fused and mosaic_gpu_fused.takes(x.shape[-1], head.shape[0], x.dtype, form, trained=not frozen_head, **more)
+    fused = mosaic_gpu_fused.takes(x.shape[-1], head.shape[0], x.dtype, form, trained=not frozen_head, **more)
+    kept = fused and not frozen_head and keeps_codes(labels.size, head)
+    fused = fused and (kept or frozen_head or reduction == "sum")
     group_tokens = group_tokens or chunk_tokens * (1 if frozen_head else 4 if fused else 2)
     rows = min(labels.size, max(chunk_tokens, group_tokens) + labels.size // max(1, labels.shape[-1]))  # at most
     refusals = _refusals(mosaic_gpu.refuses(head.shape[0], x.dtype, form, rows=rows, **more), fused)
@@ -115,6 +119,10 @@ def linear_cross_entropy(
     if labels.size == 0:
         nothing = jnp.zeros(labels.shape, jnp.float32)
         loss, found = nothing.sum() if reduction == "sum" else nothing, TokenMetrics(nothing > 0, nothing)
+    elif kept and how.fused:
+        loss, found = _kept(how, x, (head, bias), labels), None
+        loss = loss if weights is None else loss * weights
+        loss = jnp.sum(loss) if reduction == "sum" else loss
     elif reduction == "sum":
         loss, found = _summed(how, not frozen_head, x, (head, bias), labels, weights)
     else:
@@ -243,6 +251,25 @@ def _trained_bwd(how: reference.Settings, residuals: tuple, cotangents: tuple[Ar
 
 
 _trained.defvjp(_trained_fwd, _trained_bwd)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _kept(how: reference.Settings, x: Array, head: _Head, labels: Array) -> Array:
+    return _forward(how, x, head, labels)[0]
+
+
+def _kept_fwd(how: reference.Settings, x: Array, head: _Head, labels: Array):
+    outcome, kept = mosaic_gpu_fused.keep_codes(x, _dense(x, head), labels, how)
+    return outcome.loss, (kept, x, head, labels)
+
+
+def _kept_bwd(how: reference.Settings, residuals: tuple, dloss: Array):
+    kept, x, head, labels = residuals
+    dx, dweight = mosaic_gpu_fused.gradients_of(kept, x, _dense(x, head), labels, dloss, how)
+    return dx, (dweight.astype(head[0].dtype), None), None
+
+
+_kept.defvjp(_kept_fwd, _kept_bwd)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

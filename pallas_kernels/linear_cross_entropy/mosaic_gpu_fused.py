@@ -12,15 +12,18 @@ in place.
 The reference must be known before the logits are: it is the largest of the label's logit and of those of a sample of
 the vocabulary, so that the row's largest exponential is at least 1. Should one be too large for that, more than 34 nats
 above its reference, or 55 of a frozen head, the whole loss is computed again by plain jnp.
+
+Of few tokens all codes take less room than the sum of a trained head's gradient in f32. Then they stay until the
+backward pass, which knows each token's weight and needs no such sum: one product over all tokens gives the gradient.
 """
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Int16
 
 from pallas_kernels._hopper import padded
 from pallas_kernels.linear_cross_entropy.mosaic_gpu import LOG2E, Form
@@ -34,12 +37,14 @@ from pallas_kernels.linear_cross_entropy.reference import (
     Settings,
     cut,
     factor_of,
+    forward,
     forward_and_gradients,
     loss_of,
     over_groups,
 )
 
 SAMPLE = 256  # rows of the head
+AGAIN = 128  # tokens whose logits are computed again at a time
 # Sum of a row's exponentials: times a weight of the head, and over 1, far from the ends of f32; or within the codes.
 LARGEST, LARGEST_CODED = 2.0**80, 2.0**50
 
@@ -113,45 +118,133 @@ def _label_rows(weight: Array, labels: Array) -> Float[Array, "*B T D"]:
     return weight.at[inside].get(mode="promise_in_bounds").astype(jnp.float32)
 
 
-def _loss(others: Array, label_octaves: Array, lse: Array, labels: Array, vocabulary: int, how: Settings) -> Array:
-    """Each token's loss; without a difference of large numbers, of which little is left where the label is likely."""
-    label_power = jnp.exp2(label_octaves)
-    likely = others <= 2.0**20 * label_power
-    near = jnp.log1p(others / jnp.where(likely, label_power, 1))
-    far = jnp.log(others + label_power) - label_octaves / LOG2E
+class Rows(NamedTuple):
+    """What is known of each token beside its exponentials, which are relative to exp(top)."""
+
+    top: Float[Array, "*B T"]
+    others: Float[Array, "*B T"]  # the exponentials' sum but for the label's
+    label_octaves: Float[Array, "*B T"]  # the label's exponential is 2 to them
+
+    @property
+    def total(self) -> Float[Array, "*B T"]:
+        """The sum of all exponentials."""
+        return self.others + jnp.exp2(self.label_octaves)
+
+    @property
+    def lse(self) -> Float[Array, "*B T"]:
+        """The log-sum-exp."""
+        return self.top + jnp.log(self.total)
+
+    def safe(self, labels: Array, how: Settings, largest: float) -> Array:
+        """Whether each token's exponentials are in their range, or do not count."""
+        return (labels == how.ignored) | (self.total <= largest)
+
+
+class Kept(NamedTuple):
+    """What the backward pass of few tokens needs beside its arguments."""
+
+    codes: Int16[Array, "tiled V"]
+    rows: Rows
+    lse: Float[Array, "*B T"]
+    safe: Bool[Array, ""]
+
+
+def keeps_codes(tokens: int, head: Any) -> bool:
+    """Whether so many tokens' codes take no more room than the f32 sum that a head of 16 bits has no other use for."""
+    vocabulary, width = head.shape
+    return head.dtype.itemsize == 2 and tokens <= min(2 * width, 2**30 // vocabulary)
+
+
+def keep_codes(
+    x: Float[Array, "*B T D"], head: Head, labels: Int[Array, "*B T"], how: Settings
+) -> tuple[Outcome, Kept]:
+    """Return what `reference.forward` does, and what `gradients_of` needs."""
+    codes, rows = _multiply(x, head.weight, labels, _reference(x, head.weight, labels, how), how, coded=True)
+    safe = jnp.all(rows.safe(labels, how, LARGEST_CODED))
+    outcome = jax.lax.cond(
+        safe,
+        lambda: _outcome(rows, labels, head.weight.shape[0], how),
+        lambda: forward(x, head, labels, how, PASSES),
+    )
+    return outcome, Kept(codes, rows, outcome.lse, safe)
+
+
+def gradients_of(
+    kept: Kept,
+    x: Float[Array, "*B T D"],
+    head: Head,
+    labels: Int[Array, "*B T"],
+    dloss: Float[Array, "*B T"],
+    how: Settings,
+) -> tuple[Float[Array, "*B T D"], Float[Array, "V D"]]:
+    """Return the gradients of the sum of dloss * losses by x and the head, in their dtypes."""
+    rows, vocabulary = math.prod(labels.shape), head.weight.shape[0]
+    of_all, of_label = (one.reshape(rows) for one in _factors(kept.rows, dloss, labels, how))
+    dproducts = gradients(kept.codes, labels.reshape(rows), of_all, of_label)
+    x_ND = padded(x.reshape(rows, -1), AGAIN, 1)
+    lse_N, dloss_N = (padded(one.reshape(rows), AGAIN) for one in (kept.lse, dloss))
+    labels_N = jnp.pad(labels.reshape(rows), (0, len(x_ND) - rows), constant_values=how.ignored)
+
+    def again(index: Array, room_NCV: Array) -> Array:
+        x_CD, *each = (cut_rows(one, index * AGAIN) for one in (x_ND, lse_N, labels_N, dloss_N))
+        products_CV = jnp.einsum("cd,vd->cv", x_CD, head.weight, preferred_element_type=jnp.float32)
+        return PASSES.gradient(products_CV, *each, how, room_NCV, index)
+
+    def cut_rows(array: Array, start: Array) -> Array:
+        return jax.lax.dynamic_slice_in_dim(array, start, AGAIN)
+
+    pieces = jnp.where(kept.safe, 0, len(x_ND) // AGAIN)  # a loop, not a branch, so that it has the gradients' room
+    room_NCV = dproducts.reshape(-1, AGAIN, vocabulary)
+    dproducts = jax.lax.fori_loop(0, pieces, again, room_NCV).reshape(dproducts.shape)
+    dx = jnp.einsum("mv,vd->md", dproducts, head.weight)[:rows].reshape(x.shape)
+    x_MD = padded(x_ND, len(dproducts), 1)
+    return dx, jnp.einsum("mv,md->vd", dproducts, x_MD)
+
+
+def _multiply(x: Array, weight: Array, labels: Array, top: Array, how: Settings, *, coded: bool) -> tuple[Array, Rows]:
+    """Exponentials or their codes, and what else is known of these tokens."""
+    shape, rows, above = labels.shape, math.prod(labels.shape), top * LOG2E
+    flat = x.reshape(rows, -1), weight, labels.reshape(rows), above.reshape(rows)
+    powers, others, label_product = exponentials(*flat, scale=how.scale, coded=coded)
+    return powers, Rows(top, others.reshape(shape), label_product.reshape(shape) * (how.scale * LOG2E) - above)
+
+
+def _outcome(rows: Rows, labels: Array, vocabulary: int, how: Settings) -> Outcome:
+    """Each token's loss, without a difference of large numbers, of which little is left where the label is likely."""
+    label_power, lse = jnp.exp2(rows.label_octaves), rows.lse
+    likely = rows.others <= 2.0**20 * label_power
+    near = jnp.log1p(rows.others / jnp.where(likely, label_power, 1))
+    far = jnp.log(rows.total) - rows.label_octaves / LOG2E
     without = dataclasses.replace(how, z_loss=0.0)
     loss = loss_of(jnp.where(likely, near, far), jnp.zeros_like(lse), None, labels, vocabulary, without)
-    return loss + jnp.where(labels == how.ignored, 0, how.z_loss * lse * lse) if how.z_loss else loss
+    squared = jnp.where(labels == how.ignored, 0, how.z_loss * lse * lse)
+    return Outcome(loss + squared if how.z_loss else loss, lse, None, None)
+
+
+def _factors(rows: Rows, weights: Array, labels: Array, how: Settings) -> tuple[Array, Array]:
+    """What makes a token's exponentials its gradients by the products, and the label's own gradient."""
+    factor, more = factor_of(weights, labels, how), 2 * how.z_loss * rows.lse  # of the softmax, by the squared lse
+    of_all = jnp.where(factor == 0, 0, factor / rows.total * (1 + more))
+    of_label = factor / rows.total * (more * jnp.exp2(rows.label_octaves) - rows.others)
+    return of_all, jnp.where(factor == 0, 0, of_label)
 
 
 def _chunk(
     x: Array, weight: Array, labels: Array, weights: Array, top: Array, *, how: Settings, trained: bool
 ) -> tuple[Outcome, Array, Gradients]:
     """Loss, whether the exponentials are in their range, and gradients of one chunk of tokens."""
-    shape, rows = labels.shape, math.prod(labels.shape)
-    x_MD, labels_M = x.reshape(rows, -1), labels.reshape(rows)
-    above = top * LOG2E
-    powers, others, label_product = exponentials(
-        x_MD, weight, labels_M, above.reshape(rows), scale=how.scale, coded=trained
-    )
-    others, label_product = others.reshape(shape), label_product.reshape(shape)
-    label_octaves = label_product * (how.scale * LOG2E) - above
-    label_power = jnp.exp2(label_octaves)
-    total = others + label_power
-    lse = top + jnp.log(total)
-    loss = _loss(others, label_octaves, lse, labels, weight.shape[0], how)
-    safe = (labels == how.ignored) | (total <= (LARGEST_CODED if trained else LARGEST))
-    factor = factor_of(weights, labels, how)
-    more = 2 * how.z_loss * lse  # of the softmax, by the squared log-sum-exp
-    of_all = jnp.where(factor == 0, 0, factor / total * (1 + more))
-    of_label = jnp.where(factor == 0, 0, factor / total * (more * label_power - others))
+    count = math.prod(labels.shape)
+    powers, rows = _multiply(x, weight, labels, top, how, coded=trained)
+    outcome = _outcome(rows, labels, weight.shape[0], how)
+    safe = rows.safe(labels, how, LARGEST_CODED if trained else LARGEST)
+    of_all, of_label = _factors(rows, weights, labels, how)
     if trained:
-        dproducts = gradients(powers, labels_M, of_all.reshape(rows), of_label.reshape(rows))
-        dx = jnp.einsum("mv,vd->md", dproducts, weight)[:rows].reshape(x.shape)
-        x_MD = padded(x_MD, len(dproducts), 1)
+        dproducts = gradients(powers, *(one.reshape(count) for one in (labels, of_all, of_label)))
+        dx = jnp.einsum("mv,vd->md", dproducts, weight)[:count].reshape(x.shape)
+        x_MD = padded(x.reshape(count, -1), len(dproducts), 1)
         dweight = jnp.einsum("mv,md->vd", dproducts, x_MD, preferred_element_type=jnp.float32)
-        return Outcome(loss, lse, None, None), safe, Gradients(dx, dweight, None)
-    sums = jnp.einsum("mv,vd->md", powers, weight, preferred_element_type=jnp.float32)[:rows].reshape(x.shape)
+        return outcome, safe, Gradients(dx, dweight, None)
+    sums = jnp.einsum("mv,vd->md", powers, weight, preferred_element_type=jnp.float32)[:count].reshape(x.shape)
     dx = of_all[..., None] * sums + of_label[..., None] * _label_rows(weight, labels)
-    dx = jnp.where((factor == 0)[..., None], 0, dx)  # a row's exponentials may be infinite if it does not count
-    return Outcome(loss, lse, None, None), safe, Gradients(dx.astype(x.dtype), None, None)
+    dx = jnp.where((factor_of(weights, labels, how) == 0)[..., None], 0, dx)  # of infinite exponentials, perhaps
+    return outcome, safe, Gradients(dx.astype(x.dtype), None, None)

@@ -156,32 +156,43 @@ def dense(x: jax.Array, head: jax.Array, labels: np.ndarray, weights: jax.Array,
 
 
 @pytest.mark.parametrize(
-    ("kind", "z_loss", "trained"),
+    ("kind", "z_loss", "form"),
     [
-        ("random", 0.01, False),
-        ("random", 0.01, True),
-        ("equal logits", 0.0, False),
-        ("all ignored", 0.01, False),
-        ("all ignored", 0.01, True),
-        ("sure of the label", 0.0, False),
-        ("sure of the label", 0.0, True),
-        ("one huge logit", 0.0, False),
-        ("one huge logit", 0.0, True),
-        ("too large", 0.0, False),
-        ("too large", 0.0, True),
+        ("random", 0.01, "frozen"),
+        ("random", 0.01, "trained"),
+        ("random", 0.01, "kept"),
+        ("random", 0.01, "kept by token"),
+        ("equal logits", 0.0, "frozen"),
+        ("all ignored", 0.01, "frozen"),
+        ("all ignored", 0.01, "trained"),
+        ("all ignored", 0.01, "kept"),
+        ("sure of the label", 0.0, "frozen"),
+        ("sure of the label", 0.0, "trained"),
+        ("sure of the label", 0.0, "kept"),
+        ("one huge logit", 0.0, "frozen"),
+        ("one huge logit", 0.0, "trained"),
+        ("too large", 0.0, "frozen"),
+        ("too large", 0.0, "trained"),
+        ("too large", 0.01, "kept"),
+        ("too large", 0.0, "kept by token"),
     ],
 )
 def test_loss_and_gradients(
-    kind: str, z_loss: float, trained: bool, on_hopper: None, relative_error: Callable, capfd: pytest.CaptureFixture
+    kind: str, z_loss: float, form: str, on_hopper: None, relative_error: Callable, capfd: pytest.CaptureFixture
 ) -> None:
-    """In chunks of 80 tokens, and what is left, within the bars beside dense bf16."""
+    """In chunks of 80 tokens, and what is left, or of few tokens with all codes kept; within the bars of dense bf16."""
+    trained, kept = form != "frozen", form.startswith("kept")
     x, head, labels = rows_of(kind, 1024 if trained else 512)
-    weights = jnp.asarray(np.random.default_rng(6).random((2, 67)), jnp.float32)
+    x, labels = (x[:, :61], labels[:, :61]) if kept else (x, labels)
+    assert mosaic_gpu_fused.keeps_codes(labels.size, head) == kept
+    weights = jnp.asarray(np.random.default_rng(6).random(labels.shape), jnp.float32)
     sizes = {"chunk_tokens": 20, "group_tokens": 40} if trained else {"chunk_tokens": 40}
-    options = {"weights": weights, "z_loss": z_loss, "frozen_head": not trained, "reduction": "sum"}
+    shared = {"implementation": "mosaic_gpu", "z_loss": z_loss, "frozen_head": not trained}
 
     def ours(x: jax.Array, head: jax.Array) -> jax.Array:
-        return linear_cross_entropy(x, head, labels, implementation="mosaic_gpu", **sizes, **options)
+        if form == "kept by token":
+            return jnp.sum(linear_cross_entropy(x, head, labels, **sizes, **shared) * weights)
+        return linear_cross_entropy(x, head, labels, weights=weights, reduction="sum", **sizes, **shared)
 
     wrt = (0, 1) if trained else (0,)
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
@@ -238,7 +249,7 @@ def test_what_it_leaves_to_the_passes() -> None:
 
 
 def test_it_is_the_default_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loss and gradients only: what needs no gradients, or weights known in the backward pass, goes over logits."""
+    """What needs no gradients, or of many tokens weights known in the backward pass, goes over logits."""
     assert explain().startswith("linear_cross_entropy: xla (mosaic_gpu refuses: ")
     assert not stores_exponentials(4096, 128256, jnp.bfloat16, trained=False)
     monkeypatch.setattr(_platform, "why_not_hopper", lambda **_: None)
@@ -246,7 +257,7 @@ def test_it_is_the_default_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> Non
     assert explain(width=48) == "linear_cross_entropy: xla"
     for dtype, softcap, stored in ((jnp.bfloat16, None, True), (jnp.bfloat16, 30.0, False), (jnp.float32, None, False)):
         assert stores_exponentials(4096, 128256, dtype, trained=True, softcap=softcap) == stored
-    x, labels = jax.ShapeDtypeStruct((2, 64, 64), jnp.bfloat16), jax.ShapeDtypeStruct((2, 64), jnp.int32)
+    x, labels = jax.ShapeDtypeStruct((2, 65, 64), jnp.bfloat16), jax.ShapeDtypeStruct((2, 65), jnp.int32)
     head = jax.ShapeDtypeStruct((4096, 64), jnp.bfloat16)
     for frozen, reduction, kernels in ((True, "sum", True), (True, "none", True), (False, "none", False)):
 
