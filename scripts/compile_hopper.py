@@ -217,13 +217,16 @@ def norm_kernels():
 
 
 def rope_kernels():
-    """Likewise of rotation, both ways."""
-    for heads, kv_heads, width in ((32, 8, 128), (32, 4, 128), (32, 32, 128), (14, 2, 64), (16, 8, 256)):
+    """Likewise of rotation, both ways: halves of whole heads, neighbours, and heads that turn in part."""
+    whole = ((32, 8, 128), (32, 2, 128), (32, 32, 128), (14, 2, 64), (16, 8, 256))
+    forms = [(*case, case[-1], interleaved) for case in whole for interleaved in (False, True)]
+    forms += [(32, heads, 128, 64, interleaved) for heads in (32, 2) for interleaved in (False, True)]
+    for (heads, kv_heads, width, turned, interleaved), back in itertools.product(forms, (False, True)):
         q, k = (jax.ShapeDtypeStruct((4, 2048, count, width), jnp.bfloat16) for count in (heads, kv_heads))
-        table = jax.ShapeDtypeStruct((4, 2048, width // 2), jnp.float32)
-        for name, back in (("forward", False), ("backward", True)):
-            case = f"rope-N{heads}-K{kv_heads}-D{width}-{name}"
-            yield [case], functools.partial(rope.rotate, back=back), (q, k, table, table), 0
+        table = jax.ShapeDtypeStruct((4, 2048, turned // 2), jnp.float32)
+        case = f"rope-N{heads}-K{kv_heads}-D{width}{f'-R{turned}' if turned < width else ''}"
+        case += f"{'-interleaved' if interleaved else ''}-{'backward' if back else 'forward'}"
+        yield [case], functools.partial(rope.rotate, back=back, interleaved=interleaved), (q, k, table, table), 0
 
 
 def loss_kernels():

@@ -95,12 +95,14 @@ def norm() -> None:
 
 
 def rotation() -> None:
-    """Queries and keys in one pass, as many as the kernel is for."""
-    angles = jnp.linspace(0.0, 1.0, 8192 * 64).reshape(1, 8192, 64)
-    both_ways(
-        lambda q, k: jnp.concatenate(rope(q, k, jnp.cos(angles), jnp.sin(angles), implementation=KERNELS), axis=2),
-        *(normal(1, 8192, heads, 128) for heads in (24, 8)),
-    )
+    """Queries and keys in one pass, as many as the kernel is for: halves and neighbours, whole heads and parts."""
+    for interleaved, (heads, kv_heads, turned) in itertools.product((False, True), ((24, 8, 128), (32, 2, 64))):
+        angles = jnp.linspace(0.0, 1.0, 8192 * turned // 2).reshape(1, 8192, -1)
+        turn = functools.partial(rope, interleaved=interleaved, implementation=KERNELS)
+        both_ways(
+            lambda q, k, turn=turn, angles=angles: jnp.concatenate(turn(q, k, jnp.cos(angles), jnp.sin(angles)), 2),
+            *(normal(1, 8192, count, 128) for count in (heads, kv_heads)),
+        )
 
 
 def loss() -> None:

@@ -44,7 +44,7 @@ def rope(
     """
     _check(q, k, cos, sin)
     if _dispatch.choose("rope", implementation, _refusals(q, k, cos, interleaved)) == "mosaic_gpu":
-        return _rotate_both(q, k, cos, sin)
+        return _rotate_both(interleaved, q, k, cos, sin)
     return _rotate(interleaved, q, cos, sin), _rotate(interleaved, k, cos, sin)
 
 
@@ -64,17 +64,21 @@ def _refusals(
     return {"mosaic_gpu": mosaic_gpu.refuses(q, k, cos, interleaved), "xla": None}
 
 
-@jax.custom_vjp
-def _rotate_both(q: Array, k: Array, cos: Array, sin: Array) -> tuple[Array, Array]:
-    return mosaic_gpu.rotate(q, k, cos, sin, back=False)
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _rotate_both(interleaved: bool, q: Array, k: Array, cos: Array, sin: Array) -> tuple[Array, Array]:
+    return mosaic_gpu.rotate(q, k, cos, sin, back=False, interleaved=interleaved)
 
 
-def _rotate_both_fwd(q: Array, k: Array, cos: Array, sin: Array) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
-    return mosaic_gpu.rotate(q, k, cos, sin, back=False), (cos, sin)
+def _rotate_both_fwd(
+    interleaved: bool, q: Array, k: Array, cos: Array, sin: Array
+) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+    return mosaic_gpu.rotate(q, k, cos, sin, back=False, interleaved=interleaved), (cos, sin)
 
 
-def _rotate_both_bwd(tables: tuple[Array, Array], cotangents: tuple[Array, Array]) -> tuple[Array, Array, None, None]:
-    dq, dk = mosaic_gpu.rotate(*cotangents, *tables, back=True)
+def _rotate_both_bwd(
+    interleaved: bool, tables: tuple[Array, Array], cotangents: tuple[Array, Array]
+) -> tuple[Array, Array, None, None]:
+    dq, dk = mosaic_gpu.rotate(*cotangents, *tables, back=True, interleaved=interleaved)
     return dq, dk, None, None
 
 

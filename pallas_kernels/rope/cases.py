@@ -29,6 +29,7 @@ TINY = (
     _case("tiny-B2-S7-N4-K2-D8", 2, 7, 4, 2, 8),
     _case("tiny-B1-S5-N3-K1-D6", 1, 5, 3, 1, 6),
     _case("tiny-B1-S5-N3-K1-D6-interleaved", 1, 5, 3, 1, 6, interleaved=True),
+    _case("tiny-B1-S5-N3-K1-D8-R4-interleaved", 1, 5, 3, 1, 8, rotated=4, interleaved=True),
 )
 
 CASES = (
@@ -38,6 +39,9 @@ CASES = (
     _case("B8-S2048-N14-K2-D64", 8, 2048, 14, 2, 64),
     _case("B4-S2048-N32-K32-D128-R64", 4, 2048, 32, 32, 128, rotated=64),
     _case("B4-S2048-N32-K8-D128-interleaved", 4, 2048, 32, 8, 128, interleaved=True),
+    _case("B4-S4096-N32-K8-D128-interleaved", 4, 4096, 32, 8, 128, interleaved=True),
+    _case("B4-S4096-N32-K2-D128-R64", 4, 4096, 32, 2, 128, rotated=64),
+    _case("B4-S4096-N32-K2-D128-R64-interleaved", 4, 4096, 32, 2, 128, rotated=64, interleaved=True),
 )
 
 

@@ -1,26 +1,34 @@
 """Rotary embedding on Hopper: queries and keys in one pass, at the speed of memory.
 
-A warpgroup of 128 threads takes a few tokens with all their heads. A thread holds 8 channels of the first half of a
-head and the 8 of the second half that they turn with, 16 bytes each, so that nothing is exchanged; cosines and sines
-are loaded once a token for all heads. All loads are asked for before the first is used, and the hardware's queue of
-blocks is the schedule.
+A warpgroup of 128 threads takes a few tokens with all their heads, each head in pieces: halves of what turns or,
+interleaved, all of it, and as wide ones of the channels that pass. A thread holds 8 channels of each piece, 16 bytes:
+with the 8 of the second half that they turn with, or 4 whole pairs, so that nothing is exchanged; cosines and sines are
+loaded once a token for all heads. All loads are asked for before the first is used, and the hardware's queue of blocks
+is the schedule.
+
+Even and odd channels are told apart by naming registers, in code that the interpreter does not run: with `staged`,
+array operations do the same.
 """
 
 import functools
 import math
+from typing import NamedTuple
 
 import jax
+import jax.experimental.mosaic.gpu as mgpu
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental.mosaic.gpu import fragmented_array
+from jaxlib.mlir.dialects import vector
 from jaxtyping import Array, Float
 
 from pallas_kernels import _platform
 from pallas_kernels._hopper import run_once
 
-WIDTHS = (64, 128, 256)  # of heads: 4, 8 or 16 threads for a half
+WIDTHS = (64, 128, 256)  # of what turns of a head: 4 to 32 threads for a piece
 FEWEST = 1 << 25  # numbers in q and k; at half of it XLA's pass takes as long
 _VECTOR, _THREADS, _WARPS = 8, 128, 4
 _MOST = 24576  # numbers of a block, beyond which a thread's share has no registers
@@ -33,18 +41,17 @@ def refuses(
     cos: Array | jax.ShapeDtypeStruct,
     interleaved: bool,
 ) -> str | None:
-    """Return why the kernel cannot rotate q (B, T, N, H) and k (B, T, K, H), or None."""
+    """Return why the kernel cannot rotate q (B, T, N, H) and k (B, T, K, H) by cos (B or 1, T, R/2), or None."""
     (_, tokens, heads, width), kv_heads = q.shape, k.shape[2]
     for x in (q, k):
         if x.dtype not in (jnp.bfloat16, jnp.float16):
             return f"it needs bfloat16 or float16, and q and k are {q.dtype} and {k.dtype}"
-    if interleaved:
-        return "it turns halves of heads, not neighbours"
-    if width not in WIDTHS or 2 * cos.shape[-1] != width:
-        return f"it turns whole heads of {WIDTHS} channels, and these have {width}, of which {2 * cos.shape[-1]} turn"
-    whole = _fewest_tokens(heads, kv_heads, width)
-    if whole * (heads + kv_heads) * width > _MOST:
-        return f"{heads} and {kv_heads} heads do not share out to its threads: {whole} tokens at a time would be needed"
+    turned, piece = 2 * cos.shape[-1], _piece(cos, interleaved)
+    if turned not in WIDTHS or width % piece:
+        return f"it turns {WIDTHS} channels of heads of a multiple of {piece}, and of these {width} turn {turned}"
+    if any(_at_a_time(count, piece)[0] * count * width > _MOST for count in (heads, kv_heads)):
+        return f"{heads} and {kv_heads} heads do not share out to its threads: they have too few registers"
+    whole = _fewest_tokens(piece, heads, kv_heads)
     if tokens % whole:
         return f"a row must have a multiple of {whole} tokens, and has {tokens}"
     if not q.size + k.size >= FEWEST or q.size >= 2**31:
@@ -54,35 +61,50 @@ def refuses(
     return _platform.why_not_hopper(one_device=True)
 
 
-@functools.partial(jax.jit, static_argnames="back", inline=True)  # of equal calls one is compiled
+# of equal calls one is compiled
+@functools.partial(jax.jit, static_argnames=("back", "interleaved", "staged"), inline=True)
 def rotate(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T K H"],
-    cos: Float[Array, "B T H/2"],
-    sin: Float[Array, "B T H/2"],
+    cos: Float[Array, "B T R/2"],
+    sin: Float[Array, "B T R/2"],
     *,
     back: bool,
+    interleaved: bool = False,
+    staged: bool = False,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"]]:
-    """As reference.rotate of both, or the other way round if `back`; T must be what `refuses` says."""
-    (batch, tokens, heads, width), kv_heads, half = q.shape, k.shape[2], q.shape[-1] // 2
-    taken = _tokens(tokens, heads, kv_heads, width)
-    first, second = pl.ds(0, half), pl.ds(half, half)
+    """As reference.rotate of both, or the other way round if `back`.
 
-    def kernel(q_ref, k_ref, cos_ref, sin_ref, *out_refs):
-        row, at = lax.axis_index("rows"), pl.ds(lax.axis_index("tiles") * taken, taken)
-        table_row = row if cos.shape[0] > 1 else 0
-        loaded = []
-        for ref, count in ((q_ref, heads), (k_ref, kv_heads)):
-            layout = _layout(count, width)
-            halves = [_load(ref.at[row, at, :, part], layout) for part in (first, second)]
-            tables = [_load(table.at[table_row, at], layout.reduce(1)) for table in (cos_ref, sin_ref)]
-            loaded.append((halves, tables, layout))
-        for (halves, tables, layout), out_ref in zip(loaded, out_refs, strict=True):
-            a, b = (x.astype(jnp.float32) for x in halves)
-            c, s = (plgpu.layout_cast(lax.broadcast_in_dim(table, a.shape, (0, 2)), layout) for table in tables)
-            s = -s if back else s
-            out_ref[row, at, :, first] = (a * c - b * s).astype(out_ref.dtype)
-            out_ref[row, at, :, second] = (b * c + a * s).astype(out_ref.dtype)
+    Args:
+        q: queries, bf16 or f16; T must be what `refuses` says, as must the heads and R.
+        k: keys, likewise.
+        cos: f32 cosines; B may be 1.
+        sin: f32 sines, same shape.
+        back: whether the angles are taken off.
+        interleaved: whether neighbours are a pair, not the halves of the first R channels.
+        staged: whether array operations tell even and odd channels apart, as the interpreter wants it.
+
+    Returns:
+        The rotated q and k.
+    """
+    (batch, tokens, heads, width), kv_heads = q.shape, k.shape[2]
+    form = _Form(_piece(cos, interleaved), interleaved, back, staged)
+    taken = _tokens(tokens, width, form.piece, heads, kv_heads)
+
+    def kernel(q_ref, k_ref, *refs):
+        row, first = lax.axis_index("rows"), lax.axis_index("tiles") * taken
+        both = tuple(zip((q_ref, k_ref), refs[2:], strict=True))
+        tables = [(ref, row if cos.shape[0] > 1 else 0) for ref in refs[:2]]
+        if taken * (heads + kv_heads) * width <= _MOST:
+            _turn(both, tables, row, pl.ds(first, taken), form)
+            return
+        for tensor in both:  # few heads of one need tokens of which the other's heads are too many at a time
+            step = _tokens(taken, width, form.piece, tensor[0].shape[2])
+
+            def turn(i, _, tensor=tensor, step=step):
+                _turn((tensor,), tables, row, pl.ds(first + i * step, step), form)
+
+            lax.fori_loop(0, taken // step, turn, None)
 
     run = plgpu.kernel(
         kernel,
@@ -101,23 +123,104 @@ _PARAMS = plgpu.CompilerParams(
 )
 
 
+class _Form(NamedTuple):
+    """Channels of a piece, and what `rotate` is told."""
+
+    piece: int
+    interleaved: bool
+    back: bool
+    staged: bool
+
+
+def _turn(tensors, tables, row, at, form: _Form) -> None:
+    """Turns the tokens `at` of each (input, output), by tables and their rows."""
+    loaded = []
+    for ref, _ in tensors:
+        _, _, heads, width = ref.shape
+        parts = [pl.ds(first, form.piece) for first in range(0, width, form.piece)]
+        whole = turning = _layout(heads, form.piece)
+        if form.interleaved:
+            turning = _layout(heads, form.piece // 2, _VECTOR // 2)
+        pieces = [_load(ref.at[row, at, :, part], whole) for part in parts]
+        angles = [_load(table.at[its_row, at], turning.reduce(1)) for table, its_row in tables]
+        loaded.append((parts, pieces, angles, whole, turning))
+    for (parts, pieces, angles, whole, turning), (_, out_ref) in zip(loaded, tensors, strict=True):
+        if form.interleaved:
+            (a, b), passed = _apart(pieces[0].astype(jnp.float32), whole, turning, form.staged), pieces[1:]
+        else:
+            (a, b), passed = (x.astype(jnp.float32) for x in pieces[:2]), pieces[2:]
+        c, s = (plgpu.layout_cast(lax.broadcast_in_dim(table, a.shape, (0, 2)), turning) for table in angles)
+        s = -s if form.back else s
+        turned = a * c - b * s, b * c + a * s
+        if form.interleaved:
+            turned = (_joined(*turned, whole, turning, form.staged),)
+        for part, x in zip(parts, (*turned, *passed), strict=True):
+            out_ref[row, at, :, part] = x.astype(out_ref.dtype)
+
+
 def _load(ref, layout) -> Array:
     return plgpu.load(ref, layout=layout, optimized=False)
 
 
-def _together(heads: int, width: int) -> tuple[int, int]:
-    """(tokens, heads) whose halves the threads hold at a time: as many heads as divide theirs, the rest by tokens."""
-    pairs = _THREADS * _VECTOR // (width // 2)
-    of_heads = math.gcd(heads, pairs)
-    return pairs // of_heads, of_heads
+def _apart(x: Array, whole, turning, staged: bool) -> tuple[Array, Array]:
+    """Even and odd channels of x (tokens, heads, C) f32, of layout `whole`, in layout `turning`."""
+    shape = (*x.shape[:-1], x.shape[-1] // 2)
+    if staged:
+        pairs = x.reshape(*shape, 2)
+        return pairs[..., 0], pairs[..., 1]
+    half = plgpu.ShapeDtypeStruct(shape, x.dtype, turning)
+
+    @plgpu.inline_mgpu(arg_types=(whole,), return_type=(half, half))
+    def take(_, x):
+        return tuple(
+            _array([vector.shuffle(eight, eight, range(first, _VECTOR, 2)) for eight in x.registers.flat], half)
+            for first in (0, 1)
+        )
+
+    return take(x)
 
 
-def _layout(heads: int, width: int):
-    """Of (tokens, heads, half a width): 8 neighbouring channels a thread."""
-    tokens, heads = _together(heads, width)
-    half, by_head = width // 2, math.gcd(heads, _WARPS)
+def _joined(even: Array, odd: Array, whole, turning, staged: bool) -> Array:
+    """What `_apart` took apart."""
+    shape = (*even.shape[:-1], even.shape[-1] * 2)
+    if staged:
+        return jnp.stack([even, odd], axis=-1).reshape(shape)
+    joined = plgpu.ShapeDtypeStruct(shape, even.dtype, whole)
+    order = [place + of * _VECTOR // 2 for place in range(_VECTOR // 2) for of in (0, 1)]
+
+    @plgpu.inline_mgpu(arg_types=(turning, turning), return_type=joined)
+    def join(_, even, odd):
+        both = zip(even.registers.flat, odd.registers.flat, strict=True)
+        return _array([vector.shuffle(first, second, order) for first, second in both], joined)
+
+    return join(even, odd)
+
+
+def _array(registers: list, of):
+    """An array of f32 registers in row-major order, of shape and layout as `of`."""
+    layout = of.layout.to_mgpu()
+    shaped = np.array(registers, object).reshape(layout.registers_shape(of.shape))
+    return mgpu.FragmentedArray(_registers=shaped, _layout=layout, _is_signed=None)
+
+
+def _piece(cos: Array | jax.ShapeDtypeStruct, interleaved: bool) -> int:
+    """Channels of a head that lie together for the threads: those of a table, or of its pairs."""
+    return cos.shape[-1] * (2 if interleaved else 1)
+
+
+def _at_a_time(heads: int, piece: int) -> tuple[int, int]:
+    """(tokens, heads) whose pieces the threads hold at a time: as many heads as divide theirs, the rest by tokens."""
+    pieces = _THREADS * _VECTOR // piece
+    of_heads = math.gcd(heads, pieces)
+    return pieces // of_heads, of_heads
+
+
+def _layout(heads: int, channels: int, together: int = _VECTOR):
+    """Of (tokens, heads, channels of a piece or of half its pairs): so many neighbouring channels a thread."""
+    tokens, heads = _at_a_time(heads, channels * _VECTOR // together)
+    by_head = math.gcd(heads, _WARPS)
     of_warp = tokens * by_head // _WARPS, heads // by_head
-    tiling = fragmented_array.Tiling(((tokens, heads, half), (*of_warp, half), (_VECTOR,)))
+    tiling = fragmented_array.Tiling(((tokens, heads, channels), (*of_warp, channels), (together,)))
     # tokens and heads by warps, 1; tokens, heads and channels by lanes; a vector
     plain = fragmented_array.TiledLayout(
         tiling, warp_dims=(-7, -6), lane_dims=(-4, -3, -2), vector_dim=-1, _check_canonical=False
@@ -125,13 +228,13 @@ def _layout(heads: int, width: int):
     return plgpu.Layout.TILED(plain.tiling, plain.warp_dims, plain.lane_dims, plain.vector_dim)
 
 
-def _fewest_tokens(heads: int, kv_heads: int, width: int) -> int:
-    """Tokens that fill the threads with both queries' and keys' heads."""
-    return math.lcm(_together(heads, width)[0], _together(kv_heads, width)[0])
+def _fewest_tokens(piece: int, *heads: int) -> int:
+    """Tokens that fill the threads with each tensor's heads."""
+    return math.lcm(*(_at_a_time(count, piece)[0] for count in heads))
 
 
-def _tokens(tokens: int, heads: int, kv_heads: int, width: int) -> int:
-    """Of a block."""
-    fewest = _fewest_tokens(heads, kv_heads, width)
-    most = max(1, _SHARE // (fewest * (heads + kv_heads) * width))
+def _tokens(tokens: int, width: int, piece: int, *heads: int) -> int:
+    """Taken at a time of so many, where a token has all these heads."""
+    fewest = _fewest_tokens(piece, *heads)
+    most = max(1, _SHARE // (fewest * sum(heads) * width))
     return fewest * math.gcd(tokens // fewest, 1 << (most.bit_length() - 1))

@@ -13,9 +13,6 @@ import pytest
 from pallas_kernels import _platform
 from pallas_kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_residual
 from pallas_kernels.rms_norm import mosaic_gpu as norm_kernel
-from pallas_kernels.rope import explain as explain_rope
-from pallas_kernels.rope import mosaic_gpu as rope_kernel
-from pallas_kernels.rope import reference as rope_reference
 from pallas_kernels.rope import rope
 from pallas_kernels.swiglu import swiglu
 
@@ -145,66 +142,6 @@ def test_rope_keeps_only_the_tables(normal: Callable) -> None:
     cos, sin = normal(9, (1, 16, 32), (1, 16, 32))
     _, pull_back = jax.vjp(jax.jit(lambda q, k: rope(q, k, cos, sin)), q, k)
     assert sum(leaf.nbytes for leaf in jax.tree.leaves(pull_back)) <= 4 * cos.nbytes
-
-
-# whole heads and parts of tokens for the threads, both ways, several tiles a row; tables of all rows and of each
-@pytest.mark.parametrize(
-    ("shape", "kv_heads", "rows"),
-    [((2, 8, 32, 128), 8, 1), ((2, 16, 4, 128), 2, 2), ((1, 32, 14, 64), 2, 1), ((1, 3, 8, 256), 8, 1)],
-)
-def test_interpreted_rope(
-    shape: tuple[int, ...], kv_heads: int, rows: int, normal: Callable, capfd: pytest.CaptureFixture
-) -> None:
-    batch, tokens, heads, width = shape
-    assert tokens % rope_kernel._fewest_tokens(heads, kv_heads, width) == 0
-    q, k = normal(19, shape, (batch, tokens, kv_heads, width), dtype=jnp.bfloat16)
-    angle = np.random.default_rng(20).uniform(-9, 9, (rows, tokens, width // 2)).astype(np.float32)
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
-    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
-        turned = rope_kernel.rotate(q, k, cos, sin, back=False)
-        back = rope_kernel.rotate(*turned, cos, sin, back=True)
-    assert "RACE" not in capfd.readouterr().out
-    for ours, x in zip((*turned, *back), (q, k, *turned), strict=True):
-        plain = rope_reference.rotate(x, cos, sin if any(ours is one for one in turned) else -sin, False)
-        assert ours.dtype == x.dtype
-        # The compiler may round a product and a sum once or twice: rarely, a result between two numbers of 16 bits
-        # falls to the other one.
-        ours, plain = (np.asarray(array, np.float32) for array in (ours, plain))
-        np.testing.assert_allclose(ours, plain, rtol=2**-7, atol=1e-6)
-        assert (ours != plain).mean() < 1e-3
-
-
-def test_rope_lowers_for_the_gpu_and_says_what_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_platform, "compute_capability", lambda: (9, 0))
-    wide, narrow, table = (
-        jax.ShapeDtypeStruct(shape, dtype)
-        for shape, dtype in (
-            ((2, 4096, 32, 128), jnp.bfloat16),
-            ((2, 4096, 8, 128), jnp.bfloat16),
-            ((1, 4096, 64), jnp.float32),
-        )
-    )
-
-    def gradient(q: jax.Array, k: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, ...]:
-        turned, back = jax.vjp(lambda q, k: rope(q, k, cos, sin), q, k)
-        return (*turned, *back(turned))
-
-    text = jax.jit(gradient).trace(wide, narrow, table, table).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("custom_call @mosaic_gpu") == 2
-    assert explain_rope() == "rope: mosaic_gpu"
-    for shape, dtype, turned, interleaved, reason in (
-        ((1, 4096, 32, 128), jnp.float32, 128, False, "it needs bfloat16"),
-        ((1, 4096, 32, 128), jnp.bfloat16, 128, True, "not neighbours"),
-        ((1, 4096, 32, 128), jnp.bfloat16, 64, False, "these have 128, of which 64 turn"),
-        ((1, 4096, 32, 96), jnp.bfloat16, 96, False, "these have 96, of which 96 turn"),
-        ((1, 4096, 15, 128), jnp.bfloat16, 128, False, "15 and 8 heads do not share out"),
-        ((1, 4097, 32, 128), jnp.bfloat16, 128, False, "multiple of 2 tokens, and has 4097"),
-        ((1, 64, 32, 128), jnp.bfloat16, 128, False, "it is for 33554432 numbers or more"),
-    ):
-        q, k = jnp.zeros(shape, dtype), jnp.zeros((*shape[:2], 8, shape[3]), dtype)
-        tables = [jnp.zeros((1, shape[1], turned // 2))] * 2
-        with pytest.raises(NotImplementedError, match=reason):
-            rope(q, k, *tables, interleaved=interleaved, implementation="mosaic_gpu")
 
 
 def silu(x: float) -> float:
