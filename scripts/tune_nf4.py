@@ -30,6 +30,7 @@ from tune_grouped_matmul import difference
 from pallas_kernels.bench import build, median_seconds
 from pallas_kernels.nf4_linear import NF4Weight, dequantize, mosaic_gpu
 from pallas_kernels.nf4_linear.cases import CASES
+from pallas_kernels.nf4_linear.mosaic_gpu_fragments import DEPTH
 from pallas_kernels.nf4_linear.mosaic_gpu_turned import suitable_turned
 
 CHANGES: dict[str, dict[str, Any]] = {
@@ -39,10 +40,11 @@ CHANGES: dict[str, dict[str, Any]] = {
     "3 slots": {"stages": 3},
     "128 rows": {"rows": 128, "stages": 8},
     "256 rows": {"rows": 256, "stages": 4},
-    "1 part": {"splits": 1},
-    "2 parts": {"splits": 2},
-    "4 parts": {"splits": 4},
+    "whole tiles": {"unit": None},
+    "by shuffles": {"tables": False},
+    "whole tiles by shuffles": {"unit": None, "tables": False},
 }
+PARTS = {"evenly shared": None, "halves": 2, "quarters": 4}
 
 
 def forms(w: NF4Weight, rows: int, *, transpose: bool) -> dict[str, Callable[..., Any]]:
@@ -62,7 +64,9 @@ def forms(w: NF4Weight, rows: int, *, transpose: bool) -> dict[str, Callable[...
 
     suitable = suitable_turned(rows, *(w.shape if transpose else w.shape[::-1]))
     found: dict[str, Callable[..., Any]] = {"bf16": dense_product, "beforehand": beforehand, "inside": inside}
-    for name, change in CHANGES.items():
+    steps = w.shape[0 if transpose else 1] // DEPTH
+    units: dict[str, dict[str, Any]] = {name: {"unit": steps // parts if parts else 2} for name, parts in PARTS.items()}
+    for name, change in (CHANGES | units).items():
         tiles = dataclasses.replace(suitable, **change)
         if name == "turned" or tiles != suitable:
             found[name] = functools.partial(inside, tiles=tiles)

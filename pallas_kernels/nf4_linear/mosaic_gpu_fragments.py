@@ -9,6 +9,9 @@ Where the sum runs along I (`x @ W.T`), a tile is 128 rows of the weight by 64 c
 Where it runs along O (`dy @ W`), it is 64 by 128: the operand's rows are the weight's columns, and each step along the
 sum has a scale of its own, in both operands.
 
+With `tables` along I, the loading warpgroup leaves a table of products for each row in place of its scale
+(mosaic_gpu_tables.py), and no shuffle is needed.
+
 The interpreter runs no inline assembly: with `staged`, codes stay as they are and plain array operations decode.
 """
 
@@ -34,6 +37,9 @@ from pallas_kernels.nf4_linear.mosaic_gpu_decode import (
     shuffle,
     word,
 )
+from pallas_kernels.nf4_linear.mosaic_gpu_tables import WORDS as TABLE
+from pallas_kernels.nf4_linear.mosaic_gpu_tables import look_up as look_up_in_table
+from pallas_kernels.nf4_linear.mosaic_gpu_tables import table_of, words_of
 
 ROWS, DEPTH = 64, 64  # of one operand: a warpgroup's
 FRAGMENTS = 2  # operands of a tile, each another warpgroup's
@@ -66,15 +72,26 @@ def codes_memory(stages: int, transpose: bool, *, staged: bool):
     return plgpu.SMEM((stages, WORDS), jnp.int32)
 
 
-def store_tile(codes, scales, codes_ref, scales_ref, *, transpose: bool, staged: bool) -> None:
+def scales_memory(stages: int, *, tables: bool, staged: bool):
+    """Shared memory for so many tiles' scales, or tables of products."""
+    if tables and not staged:
+        return plgpu.SMEM((stages, SCALES * TABLE), jnp.int32)
+    return plgpu.SMEM((stages, SCALES), jnp.float32)
+
+
+def store_tile(
+    codes, scales, codes_ref, scales_ref, *, dtype: DTypeLike, transpose: bool, tables: bool, staged: bool
+) -> None:
     """Leaves a tile's codes and scales in shared memory, for `decode_operand`.
 
     Args:
         codes: (rows, columns / 2) uint8 in `wide_layout`.
         scales: (SCALES,) f32, a scale for each row of the weight's tile, and again for its next block.
         codes_ref: a slot of `codes_memory`.
-        scales_ref: (SCALES,) f32.
+        scales_ref: a slot of `scales_memory`.
+        dtype: of the decoded weight.
         transpose: whether the sum runs along O.
+        tables: whether products are left in place of scales; not along O.
         staged: whether array operations decode.
     """
     if staged:
@@ -86,12 +103,19 @@ def store_tile(codes, scales, codes_ref, scales_ref, *, transpose: bool, staged:
     def store(_, codes, scales, codes_ref, scales_ref):
         thread = arith.remui(utils.thread_idx(), i32(THREADS))
         place([_words(register) for register in codes.registers.flat], utils.memref_ptr(codes_ref), thread)
-        _store(utils.memref_ptr(scales_ref), thread, element(scales))
+        pointer, scale = utils.memref_ptr(scales_ref), element(scales)
+        if not tables:
+            _store(pointer, thread, scale)
+            return
+        for half, four in enumerate(table_of(scale, jnp.dtype(dtype))):
+            _store(pointer, _table_at(half, thread), _vector(four))
 
     store(codes, scales, codes_ref, scales_ref)
 
 
-def decode_operand(codes_ref, scales_ref, values, warpgroup, *, dtype: DTypeLike, transpose: bool, staged: bool):
+def decode_operand(
+    codes_ref, scales_ref, values, warpgroup, *, dtype: DTypeLike, transpose: bool, tables: bool, staged: bool
+):
     """A warpgroup's operand (ROWS, DEPTH) of a tile: `values[code] * scale` rounded once.
 
     Args:
@@ -101,6 +125,7 @@ def decode_operand(codes_ref, scales_ref, values, warpgroup, *, dtype: DTypeLike
         warpgroup: its number, 0 or 1.
         dtype: bfloat16 or float16.
         transpose: whether the sum runs along O.
+        tables: as for `store_tile`.
         staged: whether plain array operations do it.
     """
     dtype = jnp.dtype(dtype)
@@ -115,9 +140,12 @@ def decode_operand(codes_ref, scales_ref, values, warpgroup, *, dtype: DTypeLike
     def look_up(_, codes_ref, scales_ref, values):
         values, thread = element(values), utils.thread_idx()
         codes, scales = (utils.memref_ptr(ref) for ref in (codes_ref, scales_ref))
-        fragment = fragment_along_o if transpose else fragment_along_i
         registers = np.empty(layout.to_mgpu().registers_shape((ROWS, DEPTH)), dtype=object)
-        registers.flat = fragment(codes, scales, thread, functools.partial(_pair, values, dtype))
+        if tables:
+            registers.flat = fragment_by_tables(codes, scales, thread, dtype)
+        else:
+            fragment = fragment_along_o if transpose else fragment_along_i
+            registers.flat = fragment(codes, scales, thread, functools.partial(_pair, values, dtype))
         array = mgpu.FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=None)
         return fragmented_array.optimization_barrier(array)  # before whatever waits for the products in flight
 
@@ -135,6 +163,20 @@ def fragment_along_i(codes, scales, thread, pair) -> list:
             for byte in range(4):
                 found[4 * chunk + byte, half] = pair((code, 8 * byte + 4), (code, 8 * byte), (first[half],) * 2)
     return [found[eight, half] for eight in range(8) for half in range(2)]
+
+
+def fragment_by_tables(codes, tables, thread, dtype) -> list:
+    """Likewise, by tables in place of scales."""
+    warp, lane, row = _thread(thread)
+    four = ir.VectorType.get((4,), word())
+    found: list = [None] * 16
+    for half in range(2):
+        at = arith.addi(row, i32(half * 8))
+        negative, positive = (words_of(_load(tables, _table_at(sign, at), four)) for sign in range(2))
+        for chunk in range(2):
+            code = _load(codes, _along_i(warp, half, chunk, lane), word())
+            found[8 * chunk + half : 8 * chunk + 8 : 2] = look_up_in_table(code, negative, positive, dtype)
+    return found
 
 
 def fragment_along_o(codes, scales, thread, pair) -> list:
@@ -161,8 +203,7 @@ def _place_along_i(words, ref, thread) -> None:
     warp, half = arith.divui(row, i32(16)), arith.remui(arith.divui(row, i32(8)), i32(2))
     for fragment, four in enumerate(words):
         at = _along_i(arith.addi(warp, i32(4 * fragment)), half, chunk, lane)
-        one_word = ir.VectorType.get((1,), word())
-        _store(ref, at, utils.vector_concat([utils.bitcast(one, one_word) for one in _transposed(four)]))
+        _store(ref, at, _vector(_transposed(four)))
 
 
 def _place_along_o(words, ref, thread) -> None:
@@ -239,6 +280,15 @@ def _load(pointer, index, kind):
 
 def _store(pointer, index, value) -> None:
     llvm.store(value, utils.getelementptr(pointer, [index], word()), alignment=utils.bitwidth(value.type) // 8)
+
+
+def _table_at(half: int, row):
+    """Where a half of a row's table is: halves apart, so that neighbouring rows' stand side by side."""
+    return _times(_sum(row, half * SCALES), TABLE // 2)
+
+
+def _vector(words: list):
+    return vector.from_elements(ir.VectorType.get((len(words),), word()), words)
 
 
 def _value(number):
