@@ -43,6 +43,9 @@ CHANGES: dict[str, dict[str, Any]] = {
     "whole tiles": {"unit": None},
     "by shuffles": {"tables": False},
     "whole tiles by shuffles": {"unit": None, "tables": False},
+    "1 word permuted": {"tables": False, "permuted": 1},
+    "2 words permuted": {"tables": False, "permuted": 2},
+    "3 words permuted": {"tables": False, "permuted": 3},
 }
 PARTS = {"evenly shared": None, "halves": 2, "quarters": 4}
 

@@ -15,8 +15,6 @@ With `tables` along I, the loading warpgroup leaves a table of products for each
 The interpreter runs no inline assembly: with `staged`, codes stay as they are and plain array operations decode.
 """
 
-import functools
-
 import jax.experimental.mosaic.gpu as mgpu
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -39,7 +37,7 @@ from pallas_kernels.nf4_linear.mosaic_gpu_decode import (
 )
 from pallas_kernels.nf4_linear.mosaic_gpu_tables import WORDS as TABLE
 from pallas_kernels.nf4_linear.mosaic_gpu_tables import look_up as look_up_in_table
-from pallas_kernels.nf4_linear.mosaic_gpu_tables import table_of, words_of
+from pallas_kernels.nf4_linear.mosaic_gpu_tables import look_up_values, table_of, transposed, words_of
 
 ROWS, DEPTH = 64, 64  # of one operand: a warpgroup's
 FRAGMENTS = 2  # operands of a tile, each another warpgroup's
@@ -114,7 +112,16 @@ def store_tile(
 
 
 def decode_operand(
-    codes_ref, scales_ref, values, warpgroup, *, dtype: DTypeLike, transpose: bool, tables: bool, staged: bool
+    codes_ref,
+    scales_ref,
+    values,
+    warpgroup,
+    *,
+    dtype: DTypeLike,
+    transpose: bool,
+    tables: bool,
+    permuted: int = 0,
+    staged: bool,
 ):
     """A warpgroup's operand (ROWS, DEPTH) of a tile: `values[code] * scale` rounded once.
 
@@ -126,6 +133,8 @@ def decode_operand(
         dtype: bfloat16 or float16.
         transpose: whether the sum runs along O.
         tables: as for `store_tile`.
+        permuted: of a thread's four words of codes, so many are looked up by permutations of bytes where there are no
+            tables, the others by shuffles.
         staged: whether plain array operations do it.
     """
     dtype = jnp.dtype(dtype)
@@ -145,14 +154,14 @@ def decode_operand(
             registers.flat = fragment_by_tables(codes, scales, thread, dtype)
         else:
             fragment = fragment_along_o if transpose else fragment_along_i
-            registers.flat = fragment(codes, scales, thread, functools.partial(_pair, values, dtype))
+            registers.flat = fragment(codes, scales, thread, _numbers(values, permuted), dtype)
         array = mgpu.FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=None)
         return fragmented_array.optimization_barrier(array)  # before whatever waits for the products in flight
 
     return look_up(codes_ref, scales_ref, values)
 
 
-def fragment_along_i(codes, scales, thread, pair) -> list:
+def fragment_along_i(codes, scales, thread, numbers, dtype) -> list:
     """A thread's registers of the operand, 8 neighbours of the sum after each other, of each row r and row r + 8."""
     warp, lane, row = _thread(thread)
     first = [_load(scales, arith.addi(row, i32(half * 8)), ir.F32Type.get()) for half in range(2)]
@@ -160,8 +169,10 @@ def fragment_along_i(codes, scales, thread, pair) -> list:
     for half in range(2):
         for chunk in range(2):
             code = _load(codes, _along_i(warp, half, chunk, lane), word())
+            number = numbers(2 * half + chunk, code)
             for byte in range(4):
-                found[4 * chunk + byte, half] = pair((code, 8 * byte + 4), (code, 8 * byte), (first[half],) * 2)
+                two = number[2 * byte + 1], number[2 * byte]
+                found[4 * chunk + byte, half] = scaled_pair(two, (first[half],) * 2, dtype)
     return [found[eight, half] for eight in range(8) for half in range(2)]
 
 
@@ -179,7 +190,7 @@ def fragment_by_tables(codes, tables, thread, dtype) -> list:
     return found
 
 
-def fragment_along_o(codes, scales, thread, pair) -> list:
+def fragment_along_o(codes, scales, thread, numbers, dtype) -> list:
     """Likewise where the sum runs along the weight's rows: the nibbles of a byte are of rows r and r + 8."""
     warp, lane, _ = _thread(thread)
     of_fragment = arith.muli(arith.divui(thread, i32(THREADS)), i32(ROWS))
@@ -187,12 +198,11 @@ def fragment_along_o(codes, scales, thread, pair) -> list:
     two = ir.VectorType.get((2,), ir.F32Type.get())
     found = []
     for sixteen in range(4):
-        code = _load(codes, _along_o(warp, sixteen, lane), word())
+        number = numbers(sixteen, _load(codes, _along_o(warp, sixteen, lane), word()))
         for eight in range(2):
             both = _load(scales, arith.addi(mine, i32(16 * sixteen + 8 * eight)), two)
-            scale = [vector.extract(both, [], [i]) for i in range(2)]
-            byte = 16 * eight
-            found += [pair((code, byte + shift), (code, byte + 8 + shift), scale) for shift in (4, 0)]
+            scale = vector.extract(both, [], [0]), vector.extract(both, [], [1])
+            found += [scaled_pair((number[at], number[at + 2]), scale, dtype) for at in (4 * eight + 1, 4 * eight)]
     return found
 
 
@@ -203,7 +213,7 @@ def _place_along_i(words, ref, thread) -> None:
     warp, half = arith.divui(row, i32(16)), arith.remui(arith.divui(row, i32(8)), i32(2))
     for fragment, four in enumerate(words):
         at = _along_i(arith.addi(warp, i32(4 * fragment)), half, chunk, lane)
-        _store(ref, at, _vector(_transposed(four)))
+        _store(ref, at, _vector(transposed(four)))
 
 
 def _place_along_o(words, ref, thread) -> None:
@@ -217,7 +227,7 @@ def _place_along_o(words, ref, thread) -> None:
         even.append(arith.ori(arith.andi(first, high), arith.andi(arith.shrui(second, i32(4)), low)))
         odd.append(arith.ori(arith.andi(arith.shli(first, i32(4)), high), arith.andi(second, low)))
     for parity, four in enumerate((even, odd)):
-        for pair_of_rows, one in enumerate(_transposed(four)):
+        for pair_of_rows, one in enumerate(transposed(four)):
             row = 2 * pair_of_rows + parity
             _store(ref, _along_o(warp, sixteen, arith.addi(quarter, i32(4 * row))), one)
 
@@ -234,13 +244,15 @@ def _along_o(warp, sixteen, lane):
     return _sum(_times(plane, WARP), arith.xori(_value(lane), _times(warp, 4)))
 
 
-def _pair(values, dtype, first, second, scales):
-    """Two neighbours of the sum in one register; of each, the word of codes and how far its nibble is shifted."""
+def _numbers(values, permuted: int):
+    """The function that looks up the f32 values of the eight nibbles of the i-th of a thread's four words of codes."""
 
-    def look_up(code, shift: int):
-        return shuffle(values, arith.shrui(code, i32(shift)) if shift else code, lanes=16)
+    def look_up(i: int, code) -> list:
+        if i < permuted:
+            return look_up_values(code)
+        return [shuffle(values, arith.shrui(code, i32(4 * n)) if n else code, lanes=16) for n in range(8)]
 
-    return scaled_pair((look_up(*first), look_up(*second)), scales, dtype)
+    return look_up
 
 
 def _decode_staged(codes_ref, scales_ref, values, warpgroup, dtype, transpose: bool):
@@ -256,14 +268,6 @@ def _thread(thread):
     """Of a thread of the multiplying warpgroups: its warp, its lane and its first row of the tile."""
     warp, lane = arith.divui(thread, i32(WARP)), arith.remui(thread, i32(WARP))
     return warp, lane, arith.addi(arith.muli(warp, i32(16)), arith.divui(lane, i32(4)))
-
-
-def _transposed(words: list) -> list:
-    """Word i of the result has byte i of each of four words."""
-    a, b, c, d = words
-    low, high = i32(0x5140), i32(0x7362)
-    halves = [(utils.prmt(a, b, which), utils.prmt(c, d, which)) for which in (low, high)]
-    return [utils.prmt(*half, i32(which)) for half in halves for which in (0x5410, 0x7632)]
 
 
 def _words(register) -> list:

@@ -64,6 +64,7 @@ class TurnedTiles:
         unit: steps of the sum that stay in one block, an even number that divides them; None for all of a tile's.
         pair: whether the blocks of a cluster of two take neighbouring columns and share x's tiles.
         tables: whether x @ W.T decodes by tables of products.
+        permuted: of four words of codes, so many are decoded by permutations of bytes, not by shuffles, otherwise.
         blocks: that share the work; None for as many as the GPU has multiprocessors.
         staged: whether operands go through shared memory and array operations decode, for the interpreter.
     """
@@ -73,6 +74,7 @@ class TurnedTiles:
     unit: int | None = 2
     pair: bool = True
     tables: bool = True
+    permuted: int = 0
     blocks: int | None = None
     staged: bool = False
 
@@ -155,7 +157,11 @@ def multiply_turned(x, codes, absmax, nested_absmax, offset, extra=None, *, shap
         def _multiply():
             plgpu.set_max_registers(216, action="increase")
             values = code_values(scales)
-            flags = None if staged else pl.get_global(plgpu.SemaphoreType.REGULAR((pieces, team, WARPGROUPS)))
+            flags = (
+                None
+                if staged or not shares.cut
+                else pl.get_global(plgpu.SemaphoreType.REGULAR((pieces, team, WARPGROUPS)))
+            )
 
             def slot_of(number):
                 return lax.rem(number, jnp.int32(stages))
@@ -169,6 +175,7 @@ def multiply_turned(x, codes, absmax, nested_absmax, offset, extra=None, *, shap
                 plgpu.barrier_wait(ready.at[slot])
                 return decode_operand(
                     *(codes_smem.at[slot], scales_smem.at[slot], values, warpgroup),
+                    permuted=tiles.permuted,
                     **form,
                 )
 
