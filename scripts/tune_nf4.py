@@ -41,6 +41,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "128 rows": {"rows": 128, "stages": 8},
     "256 rows": {"rows": 256, "stages": 4},
     "whole tiles": {"unit": None},
+    "one adds": {"exchange": False},
     "by shuffles": {"tables": False},
     "whole tiles by shuffles": {"unit": None, "tables": False},
     "1 word permuted": {"tables": False, "permuted": 1},

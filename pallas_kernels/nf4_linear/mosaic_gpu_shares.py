@@ -7,7 +7,8 @@ order of the steps, so that results are the same in every run.
 
 Only a piece's first tile can be one that it does not begin: a piece leaves one part at most, and leaves it before it
 works on what it owns. Pieces go to blocks from the last to the first: a block waits for blocks of lower numbers only,
-which the GPU starts earlier.
+which the GPU starts earlier. Where each tile's steps are equal pieces, their blocks exchange parts instead, and each
+adds up as many rows of the tile.
 """
 
 import dataclasses
@@ -62,6 +63,11 @@ class Shares:
         """Whether any piece ends within a tile."""
         return self.steps > self.unit and any(self.start(piece) % self.steps for piece in range(self.pieces))
 
+    @property
+    def equal(self) -> int:
+        """Of how many parts all tiles are, each part a piece of its own; 0 where that is not so."""
+        return self.steps // self.unit if self.steps > self.unit and self.pieces == self.units else 0
+
     def start(self, piece):
         """First step of a piece, which may be a traced number; the piece behind the last begins at the end."""
         least, longer = divmod(self.units, self.pieces)
@@ -77,13 +83,12 @@ class Shares:
         return jnp.where(unit < of_longer, lax.div(unit, jnp.int32(least + 1)), behind)
 
 
-def leave_part(acc, ref, flag, *, staged: bool) -> None:
+def leave_part(acc, ref, *, staged: bool) -> None:
     """Leaves a warpgroup's sum for another block.
 
     Args:
         acc: (rows, columns) f32 in the layout of the tensor cores' results.
         ref: of its shape, in memory; what is where is `add_part`'s business only.
-        flag: a semaphore, raised by one; None for the interpreter, which runs blocks one after another.
         staged: whether plain array operations do it.
     """
     if staged:
@@ -93,20 +98,17 @@ def leave_part(acc, ref, flag, *, staged: bool) -> None:
     @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType()))
     def store(_, array, ref):
         registers = list(array.registers.flat)
-        for i, (pointer, kind) in enumerate(_places(ref, len(registers) // 2)):
+        for i, (pointer, _) in enumerate(_places(ref, len(registers) // 2)):
             four = utils.vector_concat([registers[2 * i], registers[2 * i + 1]])
-            assert four.type == kind
             llvm.store(four, pointer, alignment=4 * VECTOR)
 
     store(acc, ref)
-    plgpu.semaphore_signal(flag, memory_scope="gpu")
 
 
-def add_part(acc, ref, flag, *, staged: bool):
-    """The sum of acc and of what another block has left, once that has raised the flag; likewise."""
+def add_part(acc, ref, *, staged: bool):
+    """The sum of acc and of what another block has left; likewise."""
     if staged:
         return acc + plgpu.load(ref, layout=plgpu.Layout.WGMMA, optimized=False)
-    plgpu.semaphore_wait(flag, decrement=False, memory_scope="gpu")
     layout = plgpu.Layout.WGMMA
 
     @plgpu.inline_mgpu(

@@ -63,6 +63,8 @@ class TurnedTiles:
         stages: slots of the ring.
         unit: steps of the sum that stay in one block, an even number that divides them; None for all of a tile's.
         pair: whether the blocks of a cluster of two take neighbouring columns and share x's tiles.
+        exchange: whether blocks that have equal parts of a tile add up rows of it each, not one of them all. They wait
+            for each other, so that all that share a tile must be at work at the same time; not in the interpreter.
         tables: whether x @ W.T decodes by tables of products.
         permuted: of four words of codes, so many are decoded by permutations of bytes, not by shuffles, otherwise.
         blocks: that share the work; None for as many as the GPU has multiprocessors.
@@ -73,6 +75,7 @@ class TurnedTiles:
     stages: int = 4
     unit: int | None = 2
     pair: bool = True
+    exchange: bool = True
     tables: bool = True
     permuted: int = 0
     blocks: int | None = None
@@ -130,7 +133,9 @@ def multiply_turned(x, codes, absmax, nested_absmax, offset, extra=None, *, shap
     steps, of_rows = first_steps + packed_steps, rows // tiles.rows
     blocks = (tiles.blocks or _platform.multiprocessors()) // team
     shares = Shares(of_rows * (width // (team * WIDTH)), packed_steps, unit, blocks)
-    pieces = shares.pieces
+    pieces, size = shares.pieces, tiles.rows  # of a part's sum that goes through memory at once
+    if exchanges := tiles.exchange and not staged and shares.equal and size // shares.equal >= PIECE:
+        size //= shares.equal
     weight_rows, weight_columns = tile_of_weight(transpose)
     form: dict[str, Any] = {"dtype": dtype, "transpose": transpose, "staged": staged}
     form["tables"] = tiles.tables and not transpose
@@ -166,9 +171,16 @@ def multiply_turned(x, codes, absmax, nested_absmax, offset, extra=None, *, shap
             def slot_of(number):
                 return lax.rem(number, jnp.int32(stages))
 
-            def part_of(piece):
-                flag = None if flags is None else flags.at[piece, member, warpgroup]
-                return parts_ref.at[piece, member, warpgroup], flag
+            def leave(sums):
+                for at, acc in sums.items():
+                    leave_part(acc, parts_ref.at[piece, member, warpgroup, at], staged=staged)
+                if flags is not None:
+                    plgpu.semaphore_signal(flags.at[piece, member, warpgroup], memory_scope="gpu")
+
+            def with_part(acc, piece, at: int = 0):
+                if flags is not None:
+                    plgpu.semaphore_wait(flags.at[piece, member, warpgroup], decrement=False, memory_scope="gpu")
+                return add_part(acc, parts_ref.at[piece, member, warpgroup, at], staged=staged)
 
             def decoded(number):
                 slot = slot_of(number)
@@ -231,18 +243,10 @@ def multiply_turned(x, codes, absmax, nested_absmax, offset, extra=None, *, shap
                 for back in (2, 1):
                     plgpu.barrier_arrive(free.at[slot_of(behind - back)])
 
-                def leave():
-                    leave_part(acc, *part_of(piece), staged=staged)
-
-                def write():
-                    def add(i, acc):
-                        return add_part(acc, *part_of(piece + 1 + i), staged=staged)
-
-                    others = shares.piece_of((item + 1) * packed_steps - 1) - piece
-                    total = lax.fori_loop(0, others, add, acc) if shares.cut else acc
-                    for turn in range(tiles.rows // PIECE):
+                def write(total, row):
+                    for turn in range(total.shape[1] // PIECE):
                         slot = out_smem.at[warpgroup, turn % 2]
-                        plgpu.wait_smem_to_gmem(min(1, tiles.rows // PIECE - 1), wait_read_only=True)
+                        plgpu.wait_smem_to_gmem(min(1, total.shape[1] // PIECE - 1), wait_read_only=True)
                         turned = total[:, turn * PIECE : (turn + 1) * PIECE].astype(dtype)
                         if staged:
                             slot[...] = turned.T
@@ -251,11 +255,26 @@ def multiply_turned(x, codes, absmax, nested_absmax, offset, extra=None, *, shap
                         plgpu.commit_smem()
                         plgpu.copy_smem_to_gmem(slot, out_ref.at[pl.ds(row + turn * PIECE, PIECE), mine_of_width])
 
-                if shares.cut:
-                    pl.when(k > 0)(leave)
-                    pl.when(k == 0)(write)
+                def add_and_write():
+                    others = shares.piece_of((item + 1) * packed_steps - 1) - piece
+                    write(lax.fori_loop(0, others, lambda i, acc: with_part(acc, piece + 1 + i), acc), row)
+
+                def exchange(own: int):
+                    sums = {at: acc[:, at * size : (at + 1) * size] for at in range(shares.equal)}
+                    total = sums.pop(own)
+                    leave(sums)
+                    for at in sums:
+                        total = with_part(total, piece + at - own, own)
+                    write(total, row + own * size)
+
+                if exchanges:
+                    for own in range(shares.equal):
+                        pl.when(lax.rem(piece, jnp.int32(shares.equal)) == own)(functools.partial(exchange, own))
+                elif shares.cut:
+                    pl.when(k > 0)(lambda: leave({0: acc}))
+                    pl.when(k == 0)(add_and_write)
                 else:
-                    write()
+                    write(acc, row)
                 return behind
 
             lax.fori_loop(in_tile(begin)[0], in_tile(end - 1)[0] + 1, tile, jnp.int32(0))
@@ -347,7 +366,7 @@ def multiply_turned(x, codes, absmax, nested_absmax, offset, extra=None, *, shap
         free,
     )
     weight = codes.reshape(shape[0], shape[1] // 2), *kernel_scales(absmax, nested_absmax, offset)
-    parts = (pieces, team, WARPGROUPS, ROWS, tiles.rows) if shares.cut else (1, 1, 1, 1, 1)
+    parts = (pieces, team, WARPGROUPS, tiles.rows // size, ROWS, size) if shares.cut else (1,) * 6
     out = jax.ShapeDtypeStruct(parts, jnp.float32), jax.ShapeDtypeStruct((rows, width), dtype)
     cluster = {"pair": 2} if tiles.pair else None
     return launch(kernel, scratch_types, x, *weight, *more, out_type=out, grid={"blocks": pieces}, cluster=cluster)[1]

@@ -1,7 +1,8 @@
 """The NF4 kernels for Hopper in the GPU interpreter, with race detection, and what lowers for the GPU.
 
-The interpreter runs no inline assembly: `staged=True` decodes by array operations instead. The assembly itself is
-checked on the GPU by scripts/check_nf4.py.
+The interpreter runs no inline assembly: `staged=True` decodes by array operations instead. It runs clusters one after
+another, so that blocks cannot wait for each other: they do not exchange parts of a sum. The assembly itself, and the
+exchange, are checked on the GPU by scripts/check_nf4.py.
 """
 
 import math
@@ -234,12 +235,13 @@ def test_the_turned_product_lowers(transpose: bool, unit: int | None) -> None:
 
 
 def test_shares_are_even_and_know_where_a_step_is() -> None:
-    for items, steps, unit, blocks in (
-        (112, 64, 2, 66),
-        (32, 224, 2, 66),
-        (32, 224, 112, 66),
-        (3, 4, 4, 8),
-        (5, 6, 2, 7),
+    for items, steps, unit, blocks, parts in (
+        (112, 64, 2, 66, 0),
+        (32, 224, 2, 66, 0),
+        (32, 224, 112, 66, 2),
+        (3, 4, 4, 8, 0),  # whole tiles
+        (5, 6, 2, 7, 0),
+        (2, 8, 2, 66, 4),
     ):
         shares = Shares(items, steps, unit, blocks)
         starts = [shares.start(piece) for piece in range(shares.pieces + 1)]
@@ -247,6 +249,7 @@ def test_shares_are_even_and_know_where_a_step_is() -> None:
         assert starts[-1] == items * steps
         assert lengths.max() - lengths.min() <= unit
         assert lengths.max() == shares.longest
+        assert shares.equal == parts
         assert shares.cut == any(start % steps for start in starts)
         own = np.repeat(np.arange(shares.pieces), lengths)
         np.testing.assert_array_equal([shares.piece_of(step) for step in range(items * steps)], own)
