@@ -33,6 +33,7 @@ from pallas_kernels.nf4_linear.mosaic_gpu_decode import (
     i32,
     scaled_pair,
     shuffle,
+    threads,
     word,
 )
 from pallas_kernels.nf4_linear.mosaic_gpu_tables import WORDS as TABLE
@@ -77,6 +78,14 @@ def scales_memory(stages: int, *, tables: bool, staged: bool):
     return plgpu.SMEM((stages, SCALES), jnp.float32)
 
 
+def block_of_thread(stride: int, transpose: bool):
+    """(128,) int32: from the tile's first, the block whose scale a thread of the loading warpgroup finds.
+
+    Along I, each row of the tile has one. Along O, neighbouring threads have the two of a row, which lie in one line.
+    """
+    return (threads() >> 1) * stride + (threads() & 1) if transpose else threads() * stride
+
+
 def store_tile(
     codes, scales, codes_ref, scales_ref, *, dtype: DTypeLike, transpose: bool, tables: bool, staged: bool
 ) -> None:
@@ -84,7 +93,7 @@ def store_tile(
 
     Args:
         codes: (rows, columns / 2) uint8 in `wide_layout`.
-        scales: (SCALES,) f32, a scale for each row of the weight's tile, and again for its next block.
+        scales: (SCALES,) f32, those of each thread's `block_of_thread`; left by columns of blocks.
         codes_ref: a slot of `codes_memory`.
         scales_ref: a slot of `scales_memory`.
         dtype: of the decoded weight.
@@ -93,7 +102,8 @@ def store_tile(
         staged: whether array operations decode.
     """
     if staged:
-        codes_ref[...], scales_ref[...] = codes, scales
+        codes_ref[...] = codes
+        scales_ref[...] = scales.reshape(ROWS, FRAGMENTS).T.reshape(SCALES) if transpose else scales
         return
     place = _place_along_o if transpose else _place_along_i
 
@@ -103,7 +113,8 @@ def store_tile(
         place([_words(register) for register in codes.registers.flat], utils.memref_ptr(codes_ref), thread)
         pointer, scale = utils.memref_ptr(scales_ref), element(scales)
         if not tables:
-            _store(pointer, thread, scale)
+            row, column = arith.divui(thread, i32(FRAGMENTS)), arith.remui(thread, i32(FRAGMENTS))
+            _store(pointer, _sum(row, _times(column, ROWS)) if transpose else thread, scale)
             return
         for half, four in enumerate(table_of(scale, jnp.dtype(dtype))):
             _store(pointer, _table_at(half, thread), _vector(four))

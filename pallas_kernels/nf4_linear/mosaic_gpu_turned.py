@@ -35,12 +35,12 @@ from pallas_kernels.nf4_linear.mosaic_gpu_decode import (
     load_absmax_value,
     load_scales_at,
     multiply_scales,
-    threads,
     word,
 )
 from pallas_kernels.nf4_linear.mosaic_gpu_fragments import (
     DEPTH,
     ROWS,
+    block_of_thread,
     codes_memory,
     decode_operand,
     scales_memory,
@@ -284,9 +284,7 @@ def multiply_turned(x, codes, absmax, nested_absmax, offset, extra=None, *, shap
         def _feed():
             plgpu.set_max_registers(72, action="decrease")
             offset, stride = scales.offset[0], shape[1] // BLOCK
-            of_tile = threads() * stride  # blocks from the tile's first; in two columns of blocks along O
-            if transpose:
-                of_tile = (threads() & (ROWS - 1)) * stride + (threads() >> (ROWS.bit_length() - 1))
+            of_tile = block_of_thread(stride, transpose)
 
             def with_first_steps(step):
                 """The place of one of all packed steps in the row of all steps."""
