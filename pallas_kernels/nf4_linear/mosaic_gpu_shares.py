@@ -118,12 +118,10 @@ def add_part(acc, ref, *, staged: bool):
         added = np.empty_like(array.registers)
         for i, (pointer, kind) in enumerate(_places(ref, array.registers.size // 2)):
             four = llvm.load(kind, pointer, alignment=4 * VECTOR)
-            for half in range(2):
-                two = [vector.extract(four, [], [2 * half + n]) for n in range(2)]
-                at = 2 * i + half
-                own = [vector.extract(array.registers.flat[at], [], [n]) for n in range(2)]
-                sums = [arith.addf(a, b) for a, b in zip(own, two, strict=True)]
-                added.flat[at] = vector.from_elements(array.registers.flat[at].type, sums)
+            for at in (2 * i, 2 * i + 1):
+                own = array.registers.flat[at]
+                two = [vector.extract(four, [], [at % 2 * 2 + n]) for n in range(2)]
+                added.flat[at] = arith.addf(own, vector.from_elements(own.type, two))
         return mgpu.FragmentedArray(_registers=added, _layout=array.layout, _is_signed=None)
 
     return add(acc, ref)
@@ -131,7 +129,8 @@ def add_part(acc, ref, *, staged: bool):
 
 def _places(ref, count: int):
     """Where a thread keeps its numbers, four by four: neighbouring threads have neighbouring places."""
-    thread, pointer = arith.remui(utils.thread_idx(), i32(THREADS)), utils.memref_ptr(ref)
+    thread = arith.remui(utils.thread_idx(), i32(THREADS))
+    pointer = llvm.addrspacecast(llvm.PointerType.get(1), utils.memref_ptr(ref))  # of global memory, not of any
     kind = ir.VectorType.get((VECTOR,), ir.F32Type.get())
     for i in range(count):
         index = arith.muli(arith.addi(thread, i32(i * THREADS)), i32(VECTOR))
