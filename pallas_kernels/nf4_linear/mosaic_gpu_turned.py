@@ -88,11 +88,15 @@ def suitable_turned(rows: int, depth: int, width: int) -> TurnedTiles:
     team = 2 if pair else 1
 
     def cycles(tiles: TurnedTiles) -> float:
-        """Those of a block: a step reads x's tile twice and writes it once, and decodes; parts go through memory."""
+        """Those of a block: a step reads x's tile twice and writes it once, and decodes; parts go through memory.
+
+        Of a tile they are 4 bytes an element each way, 64 a cycle. One block reads those of all others after its own.
+        """
         items = -(-rows // tiles.rows) * (width // (team * WIDTH))
         shares = Shares(items, steps, tiles.unit or steps, _platform.multiprocessors() // team)
-        halves = shares.longest <= shares.unit
-        return shares.longest * (3 * tiles.rows + 350) + shares.cut * tiles.rows * (16 if halves else 32)
+        tile = tiles.rows * WIDTH // 16
+        parts = 2 * tile if tiles.rows >= shares.equal * PIECE > 0 else (1 - -steps // shares.longest) * tile
+        return shares.longest * (3 * tiles.rows + 350) + shares.cut * (3000 + parts)
 
     units = [2, *(steps // parts for parts in (2, 3, 4, 8) if steps % (2 * parts) == 0), None]
     slots = {64: 8, 128: 6, 256: 4}  # 162 to 194 KiB of shared memory
