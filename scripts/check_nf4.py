@@ -154,10 +154,14 @@ def checks() -> Iterator[tuple[Any, tuple]]:
     for shape, rows in itertools.product(LLAMA_8B, (512, 2048)):
         yield check_products, (shape, rows, 16, None)
     for shape, rows, rank in itertools.product(((256, 256), (512, 1024), (4096, 1024)), (1, 100, 512), (0, 16)):
-        for splits, pair in itertools.product((1, 2), (False, True)):
-            yield check_products, (shape, rows, rank, TurnedTiles(rows=128, splits=splits, pair=pair))
+        for unit, pair in itertools.product((2, None), (False, True)):
+            yield check_products, (shape, rows, rank, TurnedTiles(rows=128, unit=unit, pair=pair))
     yield check_products, ((512, 1024), 300, 80, TurnedTiles(rows=64, stages=2, blocks=4))
     yield check_products, ((512, 1024), 300, 80, TurnedTiles(), False)
+    yield check_products, ((512, 1024), 300, 80, TurnedTiles(tables=False))
+    for exchange, unit in itertools.product((True, False), (2, 4)):  # forward, tiles of eight parts and of four
+        yield check_products, ((256, 1024), 256, 16, TurnedTiles(exchange=exchange, unit=unit))
+    yield check_products, ((512, 1024), 300, 80, TurnedTiles(tables=False, permuted=2))
     for shape, rows, rank in itertools.product(LLAMA_8B, (256, 512, 2048), (0, 16)):
         yield check_products, (shape, rows, rank, "turned")
     yield check_many, ()

@@ -189,7 +189,7 @@ def nf4_kernels():
         name = f"O{shape[0]}-I{shape[1]}"
         unpack = functools.partial(nf4.dequantize, shape=shape, dtype=jnp.bfloat16)
         yield [f"nf4-dequantize-{name}"], unpack, packed, 0
-        sizes = (MatmulTiles(), MatmulTiles(rows=128, stages=6), TurnedTiles(), TurnedTiles(splits=2))
+        sizes = (MatmulTiles(), MatmulTiles(rows=128, stages=6), TurnedTiles(), TurnedTiles(unit=None))
         dense, edge = (jax.ShapeDtypeStruct(size, jnp.bfloat16) for size in (shape, (shape[0], 64)))
         yield [f"join-{name}"], functools.partial(copy_with_edge, axis=1), (dense, edge), 0
         for transpose, tiles in itertools.product((False, True), sizes):
@@ -198,7 +198,7 @@ def nf4_kernels():
             def product(x, *packed, shape=shape, transpose=transpose, tiles=tiles):
                 return nf4.fused(x, packed, shape, transpose=transpose, tiles=tiles)
 
-            form = f"turned-{tiles.splits}" if isinstance(tiles, TurnedTiles) else tiles.rows
+            form = f"turned-{tiles.unit or 'whole'}" if isinstance(tiles, TurnedTiles) else tiles.rows
             yield [f"nf4-{'dx' if transpose else 'forward'}-{form}-{name}"], product, (x, *packed), 0
 
 

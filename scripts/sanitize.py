@@ -70,15 +70,15 @@ def nf4() -> None:
 
 
 def nf4_turned() -> None:
-    """Decoded in registers: alone and in pairs, the sum whole and in parts, with an adapter's product."""
+    """Decoded in registers: alone and in pairs, tiles whole and in parts, with an adapter's product."""
     if KERNELS == "xla":
         return
     w = quantize(np.asarray(normal(256, 512), np.float32))
     packed = w.codes, w.absmax, w.nested_absmax, w.offset
-    for transpose, pair, splits in itertools.product((False, True), (False, True), (1, 2)):
+    for transpose, pair, unit in itertools.product((False, True), (False, True), (2, None)):
         depth, width = w.shape if transpose else w.shape[::-1]
         extra = normal(300, 16), normal(16, width) if transpose else normal(width, 16)
-        tiles = TurnedTiles(pair=pair, splits=splits)
+        tiles = TurnedTiles(pair=pair, unit=unit)
         product = functools.partial(mosaic_gpu.fused, transpose=transpose, extra=extra, tiles=tiles)
         jax.block_until_ready(product(normal(300, depth), packed, w.shape))
 

@@ -1,9 +1,9 @@
 """Times products with NF4 weights on a GPU: the turned kernel's forms beside the other ways and the bf16 product.
 
-Usage: python scripts/tune_nf4.py [CASE ...] [--rows M ...]
+Usage: python scripts/tune_nf4.py [CASE ...] [--rows M ...] [--forms NAME ...]
 
 Cases are those of pallas_kernels/nf4_linear/cases.py; default: those of 512 rows. With --rows each case is timed with
-so many rows in place of its own.
+so many rows in place of its own. With --forms only the named forms are timed beside the bf16 product.
 
 A line for each case and direction: TFLOP/s of each form, the best first, and how that compares with the bf16 product. A
 form whose result differs from the bf16 product's by more than rounding is marked WRONG; one that does not compile is
@@ -30,19 +30,24 @@ from tune_grouped_matmul import difference
 from pallas_kernels.bench import build, median_seconds
 from pallas_kernels.nf4_linear import NF4Weight, dequantize, mosaic_gpu
 from pallas_kernels.nf4_linear.cases import CASES
+from pallas_kernels.nf4_linear.mosaic_gpu_fragments import DEPTH
 from pallas_kernels.nf4_linear.mosaic_gpu_turned import suitable_turned
 
 CHANGES: dict[str, dict[str, Any]] = {
     "turned": {},
     "alone": {"pair": False},
-    "5 slots": {"stages": 5},
     "3 slots": {"stages": 3},
-    "128 rows": {"rows": 128, "stages": 8},
+    "128 rows": {"rows": 128, "stages": 6},
     "256 rows": {"rows": 256, "stages": 4},
-    "1 part": {"splits": 1},
-    "2 parts": {"splits": 2},
-    "4 parts": {"splits": 4},
+    "whole tiles": {"unit": None},
+    "one adds": {"exchange": False},
+    "by shuffles": {"tables": False},
+    "whole tiles by shuffles": {"unit": None, "tables": False},
+    "1 word permuted": {"tables": False, "permuted": 1},
+    "2 words permuted": {"tables": False, "permuted": 2},
+    "3 words permuted": {"tables": False, "permuted": 3},
 }
+PARTS = {"evenly shared": None, "halves": 2, "quarters": 4}
 
 
 def forms(w: NF4Weight, rows: int, *, transpose: bool) -> dict[str, Callable[..., Any]]:
@@ -61,8 +66,11 @@ def forms(w: NF4Weight, rows: int, *, transpose: bool) -> dict[str, Callable[...
         return mosaic_gpu.fused(x, packed, w.shape, transpose=transpose, tiles=tiles)
 
     suitable = suitable_turned(rows, *(w.shape if transpose else w.shape[::-1]))
+    suitable = dataclasses.replace(suitable, tables=suitable.tables and not transpose)  # there they change nothing
     found: dict[str, Callable[..., Any]] = {"bf16": dense_product, "beforehand": beforehand, "inside": inside}
-    for name, change in CHANGES.items():
+    steps = w.shape[0 if transpose else 1] // DEPTH
+    units: dict[str, dict[str, Any]] = {name: {"unit": steps // parts if parts else 2} for name, parts in PARTS.items()}
+    for name, change in (CHANGES | units).items():
         tiles = dataclasses.replace(suitable, **change)
         if name == "turned" or tiles != suitable:
             found[name] = functools.partial(inside, tiles=tiles)
@@ -74,6 +82,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("cases", nargs="*", default=[case.name for case in CASES if case.name.startswith("M512-")])
     parser.add_argument("--rows", type=int, nargs="+", help="of x, in place of the case's own")
+    parser.add_argument("--forms", nargs="+", help="of those that are timed: " + ", ".join(CHANGES | PARTS))
     options = parser.parse_args()
     for case in CASES:
         if case.name not in options.cases:
@@ -85,6 +94,8 @@ def main() -> None:
                 x = jax.random.normal(jax.random.key(1), (rows, w.shape[0 if transpose else 1]), jnp.bfloat16)
                 args, rates, first = (x, packed, dense), {}, None
                 for form, function in forms(w, rows, transpose=transpose).items():
+                    if options.forms and form not in ("bf16", *options.forms):
+                        continue
                     try:
                         run = jax.jit(function).lower(*args).compile()
                         result = run(*args)

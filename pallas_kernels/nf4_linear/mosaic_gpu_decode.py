@@ -95,9 +95,21 @@ def load_scales_at(refs: Scales, index, *, staged: bool):
 
 def finish_scales(refs: Scales, absmax, factor, offset, *, staged: bool):
     """(128,) f32: each thread's scale, undoing double quantization of what `load_scales` returned."""
+    value = load_absmax_value(refs, absmax, staged=staged)
+    return multiply_scales(refs, value, factor, offset, staged=staged)
+
+
+def load_absmax_value(refs: Scales, absmax, *, staged: bool):
+    """(128,) f32: what each thread's absmax stands for, with double quantization before its factor and the offset."""
     if absmax.dtype != jnp.uint8:
         return absmax
-    value = _gather(refs.dynamic, absmax.astype(jnp.int32), staged=staged)
+    return _gather(refs.dynamic, absmax.astype(jnp.int32), staged=staged)
+
+
+def multiply_scales(refs: Scales, value, factor, offset, *, staged: bool):
+    """(128,) f32: each thread's scale, from `load_absmax_value`."""
+    if refs.absmax.dtype != jnp.uint8:
+        return value
     if staged:
         return lax.optimization_barrier(value * factor) + offset
 

@@ -9,10 +9,11 @@ Where the sum runs along I (`x @ W.T`), a tile is 128 rows of the weight by 64 c
 Where it runs along O (`dy @ W`), it is 64 by 128: the operand's rows are the weight's columns, and each step along the
 sum has a scale of its own, in both operands.
 
+With `tables` along I, the loading warpgroup leaves a table of products for each row in place of its scale
+(mosaic_gpu_tables.py), and no shuffle is needed.
+
 The interpreter runs no inline assembly: with `staged`, codes stay as they are and plain array operations decode.
 """
-
-import functools
 
 import jax.experimental.mosaic.gpu as mgpu
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -32,8 +33,12 @@ from pallas_kernels.nf4_linear.mosaic_gpu_decode import (
     i32,
     scaled_pair,
     shuffle,
+    threads,
     word,
 )
+from pallas_kernels.nf4_linear.mosaic_gpu_tables import WORDS as TABLE
+from pallas_kernels.nf4_linear.mosaic_gpu_tables import look_up as look_up_in_table
+from pallas_kernels.nf4_linear.mosaic_gpu_tables import look_up_values, table_of, transposed, words_of
 
 ROWS, DEPTH = 64, 64  # of one operand: a warpgroup's
 FRAGMENTS = 2  # operands of a tile, each another warpgroup's
@@ -66,19 +71,39 @@ def codes_memory(stages: int, transpose: bool, *, staged: bool):
     return plgpu.SMEM((stages, WORDS), jnp.int32)
 
 
-def store_tile(codes, scales, codes_ref, scales_ref, *, transpose: bool, staged: bool) -> None:
+def scales_memory(stages: int, *, tables: bool, staged: bool):
+    """Shared memory for so many tiles' scales, or tables of products."""
+    if tables and not staged:
+        return plgpu.SMEM((stages, SCALES * TABLE), jnp.int32)
+    return plgpu.SMEM((stages, SCALES), jnp.float32)
+
+
+def block_of_thread(stride: int, transpose: bool):
+    """(128,) int32: from the tile's first, the block whose scale a thread of the loading warpgroup finds.
+
+    Along I, each row of the tile has one. Along O, neighbouring threads have the two of a row, which lie in one line.
+    """
+    return (threads() >> 1) * stride + (threads() & 1) if transpose else threads() * stride
+
+
+def store_tile(
+    codes, scales, codes_ref, scales_ref, *, dtype: DTypeLike, transpose: bool, tables: bool, staged: bool
+) -> None:
     """Leaves a tile's codes and scales in shared memory, for `decode_operand`.
 
     Args:
         codes: (rows, columns / 2) uint8 in `wide_layout`.
-        scales: (SCALES,) f32, a scale for each row of the weight's tile, and again for its next block.
+        scales: (SCALES,) f32, those of each thread's `block_of_thread`; left by columns of blocks.
         codes_ref: a slot of `codes_memory`.
-        scales_ref: (SCALES,) f32.
+        scales_ref: a slot of `scales_memory`.
+        dtype: of the decoded weight.
         transpose: whether the sum runs along O.
+        tables: whether products are left in place of scales; not along O.
         staged: whether array operations decode.
     """
     if staged:
-        codes_ref[...], scales_ref[...] = codes, scales
+        codes_ref[...] = codes
+        scales_ref[...] = scales.reshape(ROWS, FRAGMENTS).T.reshape(SCALES) if transpose else scales
         return
     place = _place_along_o if transpose else _place_along_i
 
@@ -86,12 +111,29 @@ def store_tile(codes, scales, codes_ref, scales_ref, *, transpose: bool, staged:
     def store(_, codes, scales, codes_ref, scales_ref):
         thread = arith.remui(utils.thread_idx(), i32(THREADS))
         place([_words(register) for register in codes.registers.flat], utils.memref_ptr(codes_ref), thread)
-        _store(utils.memref_ptr(scales_ref), thread, element(scales))
+        pointer, scale = utils.memref_ptr(scales_ref), element(scales)
+        if not tables:
+            row, column = arith.divui(thread, i32(FRAGMENTS)), arith.remui(thread, i32(FRAGMENTS))
+            _store(pointer, _sum(row, _times(column, ROWS)) if transpose else thread, scale)
+            return
+        for half, four in enumerate(table_of(scale, jnp.dtype(dtype))):
+            _store(pointer, _table_at(half, thread), _vector(four))
 
     store(codes, scales, codes_ref, scales_ref)
 
 
-def decode_operand(codes_ref, scales_ref, values, warpgroup, *, dtype: DTypeLike, transpose: bool, staged: bool):
+def decode_operand(
+    codes_ref,
+    scales_ref,
+    values,
+    warpgroup,
+    *,
+    dtype: DTypeLike,
+    transpose: bool,
+    tables: bool,
+    permuted: int = 0,
+    staged: bool,
+):
     """A warpgroup's operand (ROWS, DEPTH) of a tile: `values[code] * scale` rounded once.
 
     Args:
@@ -101,6 +143,9 @@ def decode_operand(codes_ref, scales_ref, values, warpgroup, *, dtype: DTypeLike
         warpgroup: its number, 0 or 1.
         dtype: bfloat16 or float16.
         transpose: whether the sum runs along O.
+        tables: as for `store_tile`.
+        permuted: of a thread's four words of codes, so many are looked up by permutations of bytes where there are no
+            tables, the others by shuffles.
         staged: whether plain array operations do it.
     """
     dtype = jnp.dtype(dtype)
@@ -115,16 +160,19 @@ def decode_operand(codes_ref, scales_ref, values, warpgroup, *, dtype: DTypeLike
     def look_up(_, codes_ref, scales_ref, values):
         values, thread = element(values), utils.thread_idx()
         codes, scales = (utils.memref_ptr(ref) for ref in (codes_ref, scales_ref))
-        fragment = fragment_along_o if transpose else fragment_along_i
         registers = np.empty(layout.to_mgpu().registers_shape((ROWS, DEPTH)), dtype=object)
-        registers.flat = fragment(codes, scales, thread, functools.partial(_pair, values, dtype))
+        if tables:
+            registers.flat = fragment_by_tables(codes, scales, thread, dtype)
+        else:
+            fragment = fragment_along_o if transpose else fragment_along_i
+            registers.flat = fragment(codes, scales, thread, _numbers(values, permuted), dtype)
         array = mgpu.FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=None)
         return fragmented_array.optimization_barrier(array)  # before whatever waits for the products in flight
 
     return look_up(codes_ref, scales_ref, values)
 
 
-def fragment_along_i(codes, scales, thread, pair) -> list:
+def fragment_along_i(codes, scales, thread, numbers, dtype) -> list:
     """A thread's registers of the operand, 8 neighbours of the sum after each other, of each row r and row r + 8."""
     warp, lane, row = _thread(thread)
     first = [_load(scales, arith.addi(row, i32(half * 8)), ir.F32Type.get()) for half in range(2)]
@@ -132,12 +180,28 @@ def fragment_along_i(codes, scales, thread, pair) -> list:
     for half in range(2):
         for chunk in range(2):
             code = _load(codes, _along_i(warp, half, chunk, lane), word())
+            number = numbers(2 * half + chunk, code)
             for byte in range(4):
-                found[4 * chunk + byte, half] = pair((code, 8 * byte + 4), (code, 8 * byte), (first[half],) * 2)
+                two = number[2 * byte + 1], number[2 * byte]
+                found[4 * chunk + byte, half] = scaled_pair(two, (first[half],) * 2, dtype)
     return [found[eight, half] for eight in range(8) for half in range(2)]
 
 
-def fragment_along_o(codes, scales, thread, pair) -> list:
+def fragment_by_tables(codes, tables, thread, dtype) -> list:
+    """Likewise, by tables in place of scales."""
+    warp, lane, row = _thread(thread)
+    four = ir.VectorType.get((4,), word())
+    found: list = [None] * 16
+    for half in range(2):
+        at = arith.addi(row, i32(half * 8))
+        negative, positive = (words_of(_load(tables, _table_at(sign, at), four)) for sign in range(2))
+        for chunk in range(2):
+            code = _load(codes, _along_i(warp, half, chunk, lane), word())
+            found[8 * chunk + half : 8 * chunk + 8 : 2] = look_up_in_table(code, negative, positive, dtype)
+    return found
+
+
+def fragment_along_o(codes, scales, thread, numbers, dtype) -> list:
     """Likewise where the sum runs along the weight's rows: the nibbles of a byte are of rows r and r + 8."""
     warp, lane, _ = _thread(thread)
     of_fragment = arith.muli(arith.divui(thread, i32(THREADS)), i32(ROWS))
@@ -145,12 +209,11 @@ def fragment_along_o(codes, scales, thread, pair) -> list:
     two = ir.VectorType.get((2,), ir.F32Type.get())
     found = []
     for sixteen in range(4):
-        code = _load(codes, _along_o(warp, sixteen, lane), word())
+        number = numbers(sixteen, _load(codes, _along_o(warp, sixteen, lane), word()))
         for eight in range(2):
             both = _load(scales, arith.addi(mine, i32(16 * sixteen + 8 * eight)), two)
-            scale = [vector.extract(both, [], [i]) for i in range(2)]
-            byte = 16 * eight
-            found += [pair((code, byte + shift), (code, byte + 8 + shift), scale) for shift in (4, 0)]
+            scale = vector.extract(both, [], [0]), vector.extract(both, [], [1])
+            found += [scaled_pair((number[at], number[at + 2]), scale, dtype) for at in (4 * eight + 1, 4 * eight)]
     return found
 
 
@@ -161,8 +224,7 @@ def _place_along_i(words, ref, thread) -> None:
     warp, half = arith.divui(row, i32(16)), arith.remui(arith.divui(row, i32(8)), i32(2))
     for fragment, four in enumerate(words):
         at = _along_i(arith.addi(warp, i32(4 * fragment)), half, chunk, lane)
-        one_word = ir.VectorType.get((1,), word())
-        _store(ref, at, utils.vector_concat([utils.bitcast(one, one_word) for one in _transposed(four)]))
+        _store(ref, at, _vector(transposed(four)))
 
 
 def _place_along_o(words, ref, thread) -> None:
@@ -176,7 +238,7 @@ def _place_along_o(words, ref, thread) -> None:
         even.append(arith.ori(arith.andi(first, high), arith.andi(arith.shrui(second, i32(4)), low)))
         odd.append(arith.ori(arith.andi(arith.shli(first, i32(4)), high), arith.andi(second, low)))
     for parity, four in enumerate((even, odd)):
-        for pair_of_rows, one in enumerate(_transposed(four)):
+        for pair_of_rows, one in enumerate(transposed(four)):
             row = 2 * pair_of_rows + parity
             _store(ref, _along_o(warp, sixteen, arith.addi(quarter, i32(4 * row))), one)
 
@@ -193,13 +255,15 @@ def _along_o(warp, sixteen, lane):
     return _sum(_times(plane, WARP), arith.xori(_value(lane), _times(warp, 4)))
 
 
-def _pair(values, dtype, first, second, scales):
-    """Two neighbours of the sum in one register; of each, the word of codes and how far its nibble is shifted."""
+def _numbers(values, permuted: int):
+    """The function that looks up the f32 values of the eight nibbles of the i-th of a thread's four words of codes."""
 
-    def look_up(code, shift: int):
-        return shuffle(values, arith.shrui(code, i32(shift)) if shift else code, lanes=16)
+    def look_up(i: int, code) -> list:
+        if i < permuted:
+            return look_up_values(code)
+        return [shuffle(values, arith.shrui(code, i32(4 * n)) if n else code, lanes=16) for n in range(8)]
 
-    return scaled_pair((look_up(*first), look_up(*second)), scales, dtype)
+    return look_up
 
 
 def _decode_staged(codes_ref, scales_ref, values, warpgroup, dtype, transpose: bool):
@@ -217,14 +281,6 @@ def _thread(thread):
     return warp, lane, arith.addi(arith.muli(warp, i32(16)), arith.divui(lane, i32(4)))
 
 
-def _transposed(words: list) -> list:
-    """Word i of the result has byte i of each of four words."""
-    a, b, c, d = words
-    low, high = i32(0x5140), i32(0x7362)
-    halves = [(utils.prmt(a, b, which), utils.prmt(c, d, which)) for which in (low, high)]
-    return [utils.prmt(*half, i32(which)) for half in halves for which in (0x5410, 0x7632)]
-
-
 def _words(register) -> list:
     """The words of a register of bytes."""
     count = utils.bitwidth(register.type) // 32
@@ -239,6 +295,15 @@ def _load(pointer, index, kind):
 
 def _store(pointer, index, value) -> None:
     llvm.store(value, utils.getelementptr(pointer, [index], word()), alignment=utils.bitwidth(value.type) // 8)
+
+
+def _table_at(half: int, row):
+    """Where a half of a row's table is: halves apart, so that neighbouring rows' stand side by side."""
+    return _times(_sum(row, half * SCALES), TABLE // 2)
+
+
+def _vector(words: list):
+    return vector.from_elements(ir.VectorType.get((len(words),), word()), words)
 
 
 def _value(number):

@@ -7,13 +7,14 @@ decode the next step's operand while the tensor cores work on this one's: one wa
 decoding too. A third warpgroup has the copy engine bring x's tiles, and brings codes and scales itself, in the order in
 which the others want them.
 
-Blocks in a cluster of two take neighbouring columns of the result and share x's tile. Where there are fewer tiles than
-multiprocessors, blocks share the sum: each writes a part in f32, and XLA adds them up.
+Blocks in a cluster of two take neighbouring columns of the result and share x's tile. All multiprocessors finish at the
+same time, as clusters share the steps of all tiles evenly, and parts of a sum are added in the kernel
+(mosaic_gpu_shares.py).
 """
 
 import dataclasses
 import functools
-import itertools
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -22,32 +23,32 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, memref, vector
+from jaxlib.mlir.dialects import llvm
 
 from pallas_kernels import _platform
 from pallas_kernels._hopper import WARPGROUPS, drain, launch, swizzled
 from pallas_kernels.nf4_linear.mosaic_gpu_decode import (
     BLOCK,
-    WARP,
     Scales,
     code_values,
-    finish_scales,
-    i32,
     kernel_scales,
+    load_absmax_value,
     load_scales_at,
-    threads,
+    multiply_scales,
     word,
 )
 from pallas_kernels.nf4_linear.mosaic_gpu_fragments import (
     DEPTH,
     ROWS,
-    SCALES,
+    block_of_thread,
     codes_memory,
     decode_operand,
+    scales_memory,
     store_tile,
     tile_of_weight,
     wide_layout,
 )
+from pallas_kernels.nf4_linear.mosaic_gpu_shares import Shares, add_part, leave_part
 
 WIDTH = WARPGROUPS * ROWS  # columns of a tile of the result
 PIECE = 64  # rows of the result that leave through one slot of shared memory
@@ -60,35 +61,46 @@ class TurnedTiles:
     Attributes:
         rows: of a tile of the result; 64, 128 or 256.
         stages: slots of the ring.
-        splits: parts of the sum, each another block's.
+        unit: steps of the sum that stay in one block, an even number that divides them; None for all of a tile's.
         pair: whether the blocks of a cluster of two take neighbouring columns and share x's tiles.
+        exchange: whether blocks that have equal parts of a tile add up rows of it each, not one of them all. They wait
+            for each other, so that all that share a tile must be at work at the same time; not in the interpreter.
+        tables: whether x @ W.T decodes by tables of products.
+        permuted: of four words of codes, so many are decoded by permutations of bytes, not by shuffles, otherwise.
         blocks: that share the work; None for as many as the GPU has multiprocessors.
         staged: whether operands go through shared memory and array operations decode, for the interpreter.
     """
 
     rows: int = 256
     stages: int = 4
-    splits: int = 1
+    unit: int | None = 2
     pair: bool = True
+    exchange: bool = True
+    tables: bool = True
+    permuted: int = 0
     blocks: int | None = None
     staged: bool = False
 
 
 def suitable_turned(rows: int, depth: int, width: int) -> TurnedTiles:
-    """Tiles and parts of the sum that should take the fewest cycles, by what goes through shared memory."""
-    blocks, steps = _platform.multiprocessors(), depth // DEPTH
+    """Tiles and units of work that should take the fewest cycles, by what goes through shared memory."""
+    pair, steps = width % (2 * WIDTH) == 0, depth // DEPTH
+    team = 2 if pair else 1
 
-    def cycles(form: tuple[int, int]) -> float:
-        """Those of a block: a step reads x's tile twice and writes it once, and decodes; parts are added up by XLA."""
-        size, splits = form
-        items = -(-rows // size) * (width // WIDTH) * splits
-        of_parts = 5000 + splits * rows * width / 200 if splits > 1 else 0
-        return -(-items // blocks) * (steps // splits) * (3 * size + 350) + of_parts
+    def cycles(tiles: TurnedTiles) -> float:
+        """Those of a block: a step reads x's tile twice and writes it once, and decodes; parts go through memory.
 
-    parts = [one for one in (1, 2, 3, 4, 8) if steps % one == 0 and steps >= 2 * one]
-    size, splits = min(itertools.product((64, 128, 256), parts), key=cycles)
-    pair, stages = width % (2 * WIDTH) == 0, 4 if size == 256 else 8  # 172 KiB, 197 at most
-    return TurnedTiles(rows=size, stages=stages, splits=splits, pair=pair)
+        Of a tile they are 4 bytes an element each way, 64 a cycle. One block reads those of all others after its own.
+        """
+        items = -(-rows // tiles.rows) * (width // (team * WIDTH))
+        shares = Shares(items, steps, tiles.unit or steps, _platform.multiprocessors() // team)
+        tile = tiles.rows * WIDTH // 16
+        parts = 2 * tile if tiles.rows >= shares.equal * PIECE > 0 else (1 - -steps // shares.longest) * tile
+        return shares.longest * (3 * tiles.rows + 350) + shares.cut * (3000 + parts)
+
+    units = [2, *(steps // parts for parts in (2, 3, 4, 8) if steps % (2 * parts) == 0), None]
+    slots = {64: 8, 128: 6, 256: 4}  # 162 to 194 KiB of shared memory
+    return min((TurnedTiles(size, slots[size], unit, pair) for size in slots for unit in units), key=cycles)
 
 
 @functools.partial(jax.jit, static_argnames=("shape", "transpose", "tiles"), inline=True)  # for calls one by one
@@ -102,7 +114,7 @@ def multiply_turned(x, codes, absmax, nested_absmax, offset, extra=None, *, shap
         nested_absmax: of double quantization.
         offset: of double quantization.
         extra: None or (low (M, R), up (O, R), or (I, R) with `transpose`), R a multiple of DEPTH, in x's dtype: steps
-            more, whose operands are loaded as they are; where the sum is in parts they are XLA's.
+            more, whose operands are loaded as they are.
         shape: (O, I), both multiples of WIDTH.
         transpose: whether the sum runs over O.
         tiles: sizes.
@@ -111,56 +123,86 @@ def multiply_turned(x, codes, absmax, nested_absmax, offset, extra=None, *, shap
         (M, O), or (M, I) with `transpose`, in x.dtype.
     """
     (rows, depth), dtype, staged = x.shape, x.dtype, tiles.staged
-    width, stages, splits = shape[1] if transpose else shape[0], tiles.stages, tiles.splits
+    width, stages = shape[1] if transpose else shape[0], tiles.stages
     team = 2 if tiles.pair else 1
-    packed_steps, left = divmod(depth, DEPTH * splits)
-    more = extra if splits == 1 and extra is not None else ()
-    steps = packed_steps + (more[0].shape[1] // DEPTH if more else 0)
-    if rows % tiles.rows or left or packed_steps < 2 or width % (team * WIDTH):
+    packed_steps = depth // DEPTH
+    unit = tiles.unit or packed_steps
+    if rows % tiles.rows or depth % (DEPTH * unit) or unit % 2 or width % (team * WIDTH):
         raise ValueError(
-            f"M={rows} must be a multiple of {tiles.rows}, the sum's length {depth} of {DEPTH * splits} and more, the "
-            f"width {width} of {team * WIDTH}; pad x"
+            f"M={rows} must be a multiple of {tiles.rows}, the sum's length {depth} of {DEPTH * unit} and of "
+            f"{2 * DEPTH}, the width {width} of {team * WIDTH}; pad x"
         )
-    of_rows = rows // tiles.rows
-    items = of_rows * splits * (width // (team * WIDTH))
-    blocks = min(items, (tiles.blocks or _platform.multiprocessors()) // team)
+    more = extra or ()
+    first_steps = more[0].shape[1] // DEPTH if more else 0  # of a tile: not packed
+    steps, of_rows = first_steps + packed_steps, rows // tiles.rows
+    blocks = (tiles.blocks or _platform.multiprocessors()) // team
+    shares = Shares(of_rows * (width // (team * WIDTH)), packed_steps, unit, blocks)
+    pieces, size = shares.pieces, tiles.rows  # of a part's sum that goes through memory at once
+    if exchanges := tiles.exchange and not staged and shares.equal and size // shares.equal >= PIECE:
+        size //= shares.equal
     weight_rows, weight_columns = tile_of_weight(transpose)
+    form: dict[str, Any] = {"dtype": dtype, "transpose": transpose, "staged": staged}
+    form["tables"] = tiles.tables and not transpose
 
     def kernel(refs, scratch):
-        x_ref, codes_ref, *rest, out_ref = refs
+        x_ref, codes_ref, *rest, parts_ref, out_ref = refs
         scales, more_refs = Scales(*rest[: len(Scales._fields)]), rest[len(Scales._fields) :]
         x_smem, codes_smem, scales_smem, out_smem, staging, ready, free = scratch
         block, warpgroup = lax.axis_index("blocks"), lax.axis_index("warpgroup")
-        mine = lax.div(items - block + (blocks - 1), jnp.int32(blocks))  # tiles of this block
+        member = lax.axis_index("pair") if tiles.pair else jnp.int32(0)
+        piece = pieces - 1 - block
+        begin, end = shares.start(piece), shares.start(piece + 1)
 
-        def corner(n):
-            """First row and column of the n-th tile of this block, and its part of the sum."""
-            item = block + n * blocks
-            rest = lax.div(item, jnp.int32(of_rows))
-            place = lax.div(rest, jnp.int32(splits)) * team + (lax.axis_index("pair") if tiles.pair else 0)
-            return lax.rem(item, jnp.int32(of_rows)) * tiles.rows, place * WIDTH, lax.rem(rest, jnp.int32(splits))
+        def in_tile(step):
+            """The tile of one of all packed steps, and the step's number there."""
+            return lax.div(step, jnp.int32(packed_steps)), lax.rem(step, jnp.int32(packed_steps))
+
+        def corner(item):
+            """First row and column of a tile."""
+            place = lax.div(item, jnp.int32(of_rows)) * team + member
+            return lax.rem(item, jnp.int32(of_rows)) * tiles.rows, place * WIDTH
 
         @pl.when(warpgroup < WARPGROUPS)
         def _multiply():
             plgpu.set_max_registers(216, action="increase")
             values = code_values(scales)
+            flags = (
+                None
+                if staged or not shares.cut
+                else pl.get_global(plgpu.SemaphoreType.REGULAR((pieces, team, WARPGROUPS)))
+            )
 
             def slot_of(number):
                 return lax.rem(number, jnp.int32(stages))
+
+            def leave(sums):
+                for at, acc in sums.items():
+                    leave_part(acc, parts_ref.at[piece, member, warpgroup, at], staged=staged)
+                if flags is not None:
+                    plgpu.semaphore_signal(flags.at[piece, member, warpgroup], memory_scope="gpu")
+
+            def with_part(acc, piece, at: int = 0):
+                if flags is not None:
+                    plgpu.semaphore_wait(flags.at[piece, member, warpgroup], decrement=False, memory_scope="gpu")
+                return add_part(acc, parts_ref.at[piece, member, warpgroup, at], staged=staged)
 
             def decoded(number):
                 slot = slot_of(number)
                 plgpu.barrier_wait(ready.at[slot])
                 return decode_operand(
                     *(codes_smem.at[slot], scales_smem.at[slot], values, warpgroup),
-                    dtype=dtype,
-                    transpose=transpose,
-                    staged=staged,
+                    permuted=tiles.permuted,
+                    **form,
                 )
 
-            def tile(n, _):
-                row, column, split = corner(n)
+            def tile(item, number):
+                """One tile's steps of this piece, the first of which is the number-th of the piece."""
+                row, column = corner(item)
                 mine_of_width = pl.ds(column + warpgroup * ROWS, ROWS)
+                k = jnp.maximum(begin - item * packed_steps, 0)
+                until = jnp.minimum(end - item * packed_steps, packed_steps)
+                packed = number + jnp.where(k == 0, first_steps, 0)
+                behind = packed + until - k
 
                 def sum_up(acc_ref):
                     def multiply(number, operand):
@@ -170,75 +212,100 @@ def multiply_turned(x, codes, absmax, nested_absmax, offset, extra=None, *, shap
                             operand = staging.at[warpgroup]
                         plgpu.wgmma(acc_ref, operand, x_smem.at[slot_of(number)].transpose((1, 0)))
 
-                    def multiply_next(number, operands):
-                        """Begins a step's products and gives back the slot of those before, which are done."""
+                    def multiply_as_it_is(i, _):
+                        plgpu.barrier_wait(ready.at[slot_of(number + i)])
+                        source = more_refs[1].at[mine_of_width, pl.ds(i * DEPTH, DEPTH)]
+                        multiply(number + i, plgpu.load(source, layout=plgpu.Layout.WGMMA, optimized=False))
+                        plgpu.wgmma_wait(0)
+                        plgpu.barrier_arrive(free.at[slot_of(number + i)])
+
+                    def step(number, operands):
+                        """Begins a step's products, frees the slot of those before and decodes for those after."""
                         before, operand = operands
                         multiply(number, operand)
                         plgpu.wgmma_wait(1)
                         if not staged:
                             in_use(before)
                         plgpu.barrier_arrive(free.at[slot_of(number - 1)])
-                        return operand
-
-                    def step(number, operands):
-                        return multiply_next(number, operands), decoded(number + 1)
+                        return operand, decoded(number + 1)
 
                     def two_steps(turn, operands):
-                        return step(first + 2 * turn + 2, step(first + 2 * turn + 1, operands))
+                        return step(packed + 2 * turn + 2, step(packed + 2 * turn + 1, operands))
 
-                    first = n * steps
-                    operand = decoded(first)
-                    multiply(first, operand)
-                    operands = operand, decoded(first + 1)
-                    operands = lax.fori_loop(0, (packed_steps - 2) // 2, two_steps, operands)
-                    if packed_steps % 2:
-                        operands = step(first + packed_steps - 2, operands)
-                    for k in range(packed_steps, steps):
-                        operand = multiply_next(first + k - 1, operands)
-                        plgpu.barrier_wait(ready.at[slot_of(first + k)])
-                        source = more_refs[1].at[mine_of_width, pl.ds((k - packed_steps) * DEPTH, DEPTH)]
-                        operands = operand, plgpu.load(source, layout=plgpu.Layout.WGMMA, optimized=False)
-                    multiply(first + steps - 1, operands[1])
+                    if more_refs:
+                        lax.fori_loop(0, packed - number, multiply_as_it_is, None)
+                    operand = decoded(packed)
+                    multiply(packed, operand)
+                    operands = operand, decoded(packed + 1)
+                    operands = lax.fori_loop(0, lax.div(until - k - 2, jnp.int32(2)), two_steps, operands)
+                    multiply(behind - 1, operands[1])
                     if not staged:
                         in_use(operands[0])
                     return acc_ref[...]
 
                 acc = pl.run_scoped(sum_up, plgpu.ACC((ROWS, tiles.rows), jnp.float32))
                 for back in (2, 1):
-                    plgpu.barrier_arrive(free.at[slot_of((n + 1) * steps - back)])
-                if splits > 1:
-                    store_part(acc, out_ref.at[split, pl.ds(row, tiles.rows), mine_of_width], staged=staged)
-                    return
-                for turn in range(tiles.rows // PIECE):
-                    piece = out_smem.at[warpgroup, turn % 2]
-                    plgpu.wait_smem_to_gmem(min(1, tiles.rows // PIECE - 1), wait_read_only=True)
-                    turned = acc[:, turn * PIECE : (turn + 1) * PIECE].astype(dtype)
-                    if staged:
-                        piece[...] = turned.T
-                    else:
-                        piece.transpose((1, 0))[...] = turned
-                    plgpu.commit_smem()
-                    plgpu.copy_smem_to_gmem(piece, out_ref.at[pl.ds(row + turn * PIECE, PIECE), mine_of_width])
+                    plgpu.barrier_arrive(free.at[slot_of(behind - back)])
 
-            lax.fori_loop(0, mine, tile, None)
+                def write(total, row):
+                    for turn in range(total.shape[1] // PIECE):
+                        slot = out_smem.at[warpgroup, turn % 2]
+                        plgpu.wait_smem_to_gmem(min(1, total.shape[1] // PIECE - 1), wait_read_only=True)
+                        turned = total[:, turn * PIECE : (turn + 1) * PIECE].astype(dtype)
+                        if staged:
+                            slot[...] = turned.T
+                        else:
+                            slot.transpose((1, 0))[...] = turned
+                        plgpu.commit_smem()
+                        plgpu.copy_smem_to_gmem(slot, out_ref.at[pl.ds(row + turn * PIECE, PIECE), mine_of_width])
+
+                def add_and_write():
+                    others = shares.piece_of((item + 1) * packed_steps - 1) - piece
+                    write(lax.fori_loop(0, others, lambda i, acc: with_part(acc, piece + 1 + i), acc), row)
+
+                def exchange(own: int):
+                    sums = {at: acc[:, at * size : (at + 1) * size] for at in range(shares.equal)}
+                    total = sums.pop(own)
+                    leave(sums)
+                    for at in sums:
+                        total = with_part(total, piece + at - own, own)
+                    write(total, row + own * size)
+
+                if exchanges:
+                    for own in range(shares.equal):
+                        pl.when(lax.rem(piece, jnp.int32(shares.equal)) == own)(functools.partial(exchange, own))
+                elif shares.cut:
+                    pl.when(k > 0)(lambda: leave({0: acc}))
+                    pl.when(k == 0)(add_and_write)
+                else:
+                    write(acc, row)
+                return behind
+
+            lax.fori_loop(in_tile(begin)[0], in_tile(end - 1)[0] + 1, tile, jnp.int32(0))
             plgpu.wait_smem_to_gmem(0)
 
         @pl.when(warpgroup == WARPGROUPS)
         def _feed():
             plgpu.set_max_registers(72, action="decrease")
-            offset, stride, total = scales.offset[0], shape[1] // BLOCK, mine * steps
-            of_tile = threads() * stride  # blocks from the tile's first; in two columns of blocks along O
-            if transpose:
-                of_tile = (threads() & (ROWS - 1)) * stride + (threads() >> (ROWS.bit_length() - 1))
+            offset, stride = scales.offset[0], shape[1] // BLOCK
+            of_tile = block_of_thread(stride, transpose)
+
+            def with_first_steps(step):
+                """The place of one of all packed steps in the row of all steps."""
+                item, k = in_tile(step)
+                return item * steps + jnp.where(k == 0, 0, first_steps + k)
+
+            origin = with_first_steps(begin)
+            total = with_first_steps(end) - origin
 
             def place(number):
-                """First row and column of a step's tile of the result, and where along the sum it starts."""
-                row, column, split = corner(lax.div(number, jnp.int32(steps)))
-                return row, column, (split * steps + lax.rem(number, jnp.int32(steps))) * DEPTH
+                """First row and column of a step's tile of the result, and where along the packed sum it starts."""
+                item = lax.div(origin + number, jnp.int32(steps))
+                return *corner(item), (lax.rem(origin + number, jnp.int32(steps)) - first_steps) * DEPTH
 
             def load(number):
                 _, column, k = place(jnp.minimum(number, total - 1))
-                k = jnp.minimum(k, (splits * packed_steps - 1) * DEPTH)
+                k = jnp.maximum(k, 0)
                 w_row, w_column = (k, column) if transpose else (column, k)
                 across = pl.ds(lax.div(w_column, jnp.int32(2)), weight_columns // 2)
                 codes_of_tile = codes_ref.at[pl.ds(w_row, weight_rows), across]
@@ -246,7 +313,12 @@ def multiply_turned(x, codes, absmax, nested_absmax, offset, extra=None, *, shap
                 first = w_row * stride + lax.div(w_column, jnp.int32(BLOCK))
                 return codes, *load_scales_at(scales, first + of_tile, staged=staged)
 
+            def with_value(loaded):
+                codes, absmax, factor = loaded
+                return codes, load_absmax_value(scales, absmax, staged=staged), factor
+
             def step(number, loaded):
+                """Fills a slot with what is loaded, of which a step's scales are further than the next one's."""
                 slot = lax.rem(number, jnp.int32(stages))
                 row, _, k = place(number)
                 pl.when(number >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
@@ -257,24 +329,25 @@ def multiply_turned(x, codes, absmax, nested_absmax, offset, extra=None, *, shap
                     plgpu.copy_gmem_to_smem(source, x_smem.at[slot], ready.at[slot], collective_axes=shared)
 
                 if more_refs:
-                    pl.when(k < depth)(lambda: copy(x_ref, k))
-                    pl.when(k >= depth)(lambda: copy(more_refs[0], k - depth))
+                    pl.when(k >= 0)(lambda: copy(x_ref, k))
+                    pl.when(k < 0)(lambda: copy(more_refs[0], k + first_steps * DEPTH))
                 else:
                     copy(x_ref, k)
-                codes, absmax, factor = loaded
-                found = finish_scales(scales, absmax, factor, offset, staged=staged)
-                store_tile(codes, found, codes_smem.at[slot], scales_smem.at[slot], transpose=transpose, staged=staged)
-                following = load(number + 2)  # in front of a barrier, behind which LLVM moves no load to its use
+                codes, value, factor = loaded[0]
+                found = multiply_scales(scales, value, factor, offset, staged=staged)
+                store_tile(codes, found, codes_smem.at[slot], scales_smem.at[slot], **form)
+                following = with_value(loaded[1]), load(number + 2)  # LLVM moves no load to its use behind a barrier
                 plgpu.barrier_arrive(ready.at[slot])
                 return following
 
             def two_steps(turn, loaded):  # two, so that nothing waits for a load to move it to other registers
-                return tuple(step(2 * turn + i, one) for i, one in enumerate(loaded))
+                return step(2 * turn + 1, step(2 * turn, loaded))
 
             def last_step():
-                step(total - 1, loaded[0])
+                step(total - 1, loaded)
 
-            loaded = lax.fori_loop(0, lax.div(total, jnp.int32(2)), two_steps, (load(jnp.int32(0)), load(jnp.int32(1))))
+            loaded = with_value(load(jnp.int32(0))), load(jnp.int32(1))
+            loaded = lax.fori_loop(0, lax.div(total, jnp.int32(2)), two_steps, loaded)
             pl.when(lax.rem(total, jnp.int32(2)) == 1)(last_step)
             drain(total, stages, free)
 
@@ -288,22 +361,17 @@ def multiply_turned(x, codes, absmax, nested_absmax, offset, extra=None, *, shap
     scratch_types = (
         tile(stages, tiles.rows, DEPTH),
         codes_memory(stages, transpose, staged=staged),
-        plgpu.SMEM((stages, SCALES), jnp.float32),
-        tile(WARPGROUPS, 2, PIECE, ROWS) if splits == 1 else None,
+        scales_memory(stages, tables=form["tables"], staged=staged),
+        tile(WARPGROUPS, 2, PIECE, ROWS),
         tile(WARPGROUPS, ROWS, DEPTH) if staged else None,
         plgpu.Barrier(num_arrivals=2, num_barriers=stages),  # x's tile, and the weight's
         free,
     )
     weight = codes.reshape(shape[0], shape[1] // 2), *kernel_scales(absmax, nested_absmax, offset)
-    of_parts = ((splits, rows, width), jnp.float32) if splits > 1 else ((rows, width), dtype)
-    out = jax.ShapeDtypeStruct(*of_parts)
+    parts = (pieces, team, WARPGROUPS, tiles.rows // size, ROWS, size) if shares.cut else (1,) * 6
+    out = jax.ShapeDtypeStruct(parts, jnp.float32), jax.ShapeDtypeStruct((rows, width), dtype)
     cluster = {"pair": 2} if tiles.pair else None
-    y = launch(kernel, scratch_types, x, *weight, *more, out_type=out, grid={"blocks": blocks}, cluster=cluster)
-    if splits == 1:
-        return y
-    if extra is None:
-        return y.sum(0).astype(dtype)
-    return (y.sum(0) + jnp.einsum("mr,or->mo", *extra, preferred_element_type=jnp.float32)).astype(dtype)
+    return launch(kernel, scratch_types, x, *weight, *more, out_type=out, grid={"blocks": pieces}, cluster=cluster)[1]
 
 
 def in_use(operand) -> None:
@@ -315,28 +383,3 @@ def in_use(operand) -> None:
         llvm.inline_asm(ir.Type.parse("!llvm.void"), words, "", ",".join("r" * len(words)), has_side_effects=True)
 
     read(operand)
-
-
-def store_part(acc, ref, *, staged: bool) -> None:
-    """Writes (ROWS, rows) f32 to (rows, ROWS) in memory from registers: 8 threads of a warp fill a sector."""
-    if staged:
-        ref[...] = acc.T
-        return
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType()))
-    def store(_, array, ref):
-        thread = arith.remui(utils.thread_idx(), i32(4 * WARP))
-        warp, lane = arith.divui(thread, i32(WARP)), arith.remui(thread, i32(WARP))
-        column = arith.addi(arith.muli(warp, i32(16)), arith.divui(lane, i32(4)))
-        row = arith.muli(arith.remui(lane, i32(4)), i32(2))
-
-        def index(start, more: int):
-            return arith.index_cast(ir.IndexType.get(), arith.addi(start, i32(more)))
-
-        for number, register in enumerate(array.registers.flat):
-            eight, half = divmod(number, 2)
-            for i in range(2):
-                one = vector.extract(register, [], [i])
-                memref.store(one, ref, [index(row, 8 * eight + i), index(column, 8 * half)])
-
-    store(acc, ref)

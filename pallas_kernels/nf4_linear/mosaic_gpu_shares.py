@@ -1,0 +1,137 @@
+"""Steps of a product shared out among blocks, and parts of a tile's sum that one block leaves for another.
+
+All tiles' steps stand in a row, tile by tile, and each block gets a piece of it, all as long as each other but for one
+unit. So a block begins within a tile and ends within another. The block with a tile's first steps writes the tile;
+those that have steps further on leave what they summed up in memory, in f32, and raise a flag. Sums are added in the
+order of the steps, so that results are the same in every run.
+
+Only a piece's first tile can be one that it does not begin: a piece leaves one part at most, and leaves it before it
+works on what it owns. Pieces go to blocks from the last to the first: a block waits for blocks of lower numbers only,
+which the GPU starts earlier. Where each tile's steps are equal pieces, their blocks exchange parts instead, and each
+adds up as many rows of the tile.
+"""
+
+import dataclasses
+
+import jax.experimental.mosaic.gpu as mgpu
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.mosaic.gpu import utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
+
+from pallas_kernels.nf4_linear.mosaic_gpu_decode import THREADS, i32, word
+
+VECTOR = 4  # numbers that a thread stores at once
+
+
+@dataclasses.dataclass(frozen=True)
+class Shares:
+    """Pieces of a row of steps.
+
+    Attributes:
+        items: tiles.
+        steps: of a tile; a multiple of unit.
+        unit: steps that stay together.
+        blocks: at most so many pieces.
+    """
+
+    items: int
+    steps: int
+    unit: int
+    blocks: int
+
+    @property
+    def units(self) -> int:
+        """Of all tiles."""
+        return self.items * self.steps // self.unit
+
+    @property
+    def pieces(self) -> int:
+        """How many blocks get one."""
+        return min(self.blocks, self.units)
+
+    @property
+    def longest(self) -> int:
+        """Steps of the longest piece."""
+        return -(-self.units // self.pieces) * self.unit
+
+    @property
+    def cut(self) -> bool:
+        """Whether any piece ends within a tile."""
+        return self.steps > self.unit and any(self.start(piece) % self.steps for piece in range(self.pieces))
+
+    @property
+    def equal(self) -> int:
+        """Of how many parts all tiles are, each part a piece of its own; 0 where that is not so."""
+        return self.steps // self.unit if self.steps > self.unit and self.pieces == self.units else 0
+
+    def start(self, piece):
+        """First step of a piece, which may be a traced number; the piece behind the last begins at the end."""
+        least, longer = divmod(self.units, self.pieces)
+        smaller = min if isinstance(piece, int) else jnp.minimum
+        return (piece * least + smaller(piece, longer)) * self.unit
+
+    def piece_of(self, step):
+        """The piece that has a step."""
+        least, longer = divmod(self.units, self.pieces)
+        unit = lax.div(step, jnp.int32(self.unit))
+        of_longer = longer * (least + 1)
+        behind = longer + lax.div(unit - of_longer, jnp.int32(least))
+        return jnp.where(unit < of_longer, lax.div(unit, jnp.int32(least + 1)), behind)
+
+
+def leave_part(acc, ref, *, staged: bool) -> None:
+    """Leaves a warpgroup's sum for another block.
+
+    Args:
+        acc: (rows, columns) f32 in the layout of the tensor cores' results.
+        ref: of its shape, in memory; what is where is `add_part`'s business only.
+        staged: whether plain array operations do it.
+    """
+    if staged:
+        ref[...] = acc
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType()))
+    def store(_, array, ref):
+        registers = list(array.registers.flat)
+        for i, (pointer, _) in enumerate(_places(ref, len(registers) // 2)):
+            four = utils.vector_concat([registers[2 * i], registers[2 * i + 1]])
+            llvm.store(four, pointer, alignment=4 * VECTOR)
+
+    store(acc, ref)
+
+
+def add_part(acc, ref, *, staged: bool):
+    """The sum of acc and of what another block has left; likewise."""
+    if staged:
+        return acc + plgpu.load(ref, layout=plgpu.Layout.WGMMA, optimized=False)
+    layout = plgpu.Layout.WGMMA
+
+    @plgpu.inline_mgpu(
+        arg_types=(layout, plgpu.RefType()), return_type=plgpu.ShapeDtypeStruct(acc.shape, jnp.float32, layout)
+    )
+    def add(_, array, ref):
+        added = np.empty_like(array.registers)
+        for i, (pointer, kind) in enumerate(_places(ref, array.registers.size // 2)):
+            four = llvm.load(kind, pointer, alignment=4 * VECTOR)
+            for at in (2 * i, 2 * i + 1):
+                own = array.registers.flat[at]
+                two = [vector.extract(four, [], [at % 2 * 2 + n]) for n in range(2)]
+                added.flat[at] = arith.addf(own, vector.from_elements(own.type, two))
+        return mgpu.FragmentedArray(_registers=added, _layout=array.layout, _is_signed=None)
+
+    return add(acc, ref)
+
+
+def _places(ref, count: int):
+    """Where a thread keeps its numbers, four by four: neighbouring threads have neighbouring places."""
+    thread = arith.remui(utils.thread_idx(), i32(THREADS))
+    pointer = llvm.addrspacecast(llvm.PointerType.get(1), utils.memref_ptr(ref))  # of global memory, not of any
+    kind = ir.VectorType.get((VECTOR,), ir.F32Type.get())
+    for i in range(count):
+        index = arith.muli(arith.addi(thread, i32(i * THREADS)), i32(VECTOR))
+        yield utils.getelementptr(pointer, [index], word()), kind
