@@ -23,7 +23,7 @@ from jax import lax
 from pallas_kernels import _platform
 from pallas_kernels._hopper import WARPGROUPS, filled, launch, swizzled
 from pallas_kernels.flash_attention.bounds import longest_first
-from pallas_kernels.flash_attention.mosaic_gpu_rescale import follow
+from pallas_kernels.flash_attention.mosaic_gpu_rescale import settle
 from pallas_kernels.flash_attention.mosaic_gpu_tiles import LOG2E, Scores, index_along
 
 FEW_KEYS = 128  # rows of so many keys subtract their maximum: a weight that is not exactly 1 would show
@@ -42,7 +42,7 @@ class ForwardTiles:
         items: slots for items of queries: with 2 the next item's are loaded while one is at work.
         blocks: that share the work; None for as many as the GPU has multiprocessors.
         staged: whether weights go through shared memory, which is what the interpreter can run.
-        lazy: whether sums follow their maximum only when it has moved far (mosaic_gpu_rescale).
+        lazy: whether weights refer to a maximum of before while that is near enough (mosaic_gpu_rescale).
     """
 
     block_q: int = 64
@@ -178,13 +178,14 @@ class Forward:
         score, factor = self.scores.squash(product), self.scores.factor
         if seen is not None:
             score = jnp.where(seen(), score, -jnp.inf)
-        new_top = jnp.maximum(top, score.max(axis=1) * factor)
         if self.tiles.lazy:
-            acc, new_top = follow(acc, top, new_top, staged=self.tiles.staged)
-            shrink = jnp.exp2(top - new_top)
-        else:
-            shrink = jnp.exp2(top - new_top)
-            acc *= lax.broadcast_in_dim(shrink, acc.shape, [0])
+            weight = jnp.exp2(score * factor - lax.broadcast_in_dim(top, score.shape, [0]))
+            part, weight16 = weight.sum(axis=1), weight.astype(self.dtype)
+            sums, weight16 = settle(score, factor, carry, weight16, part, staged=self.tiles.staged)
+            return lax.optimization_barrier((sums, weight16))
+        new_top = jnp.maximum(top, score.max(axis=1) * factor)
+        shrink = jnp.exp2(top - new_top)
+        acc *= lax.broadcast_in_dim(shrink, acc.shape, [0])
         weight = jnp.exp2(score * factor - lax.broadcast_in_dim(new_top, score.shape, [0]))
         total = total * shrink + weight.sum(axis=1)
         weight16 = weight.astype(self.dtype)
