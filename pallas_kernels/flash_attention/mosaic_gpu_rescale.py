@@ -1,11 +1,12 @@
-"""A softmax whose weights refer to a maximum of before, for Hopper kernels.
+"""A softmax whose weights refer to what is near their maximum, for Hopper kernels.
 
-A softmax may refer its weights to any number, as their sums of the same reference are what they are divided by. So a
-tile's exponentials need not wait for its maximum, nor is that formed: where no row's weights of a tile add up to more
-than FAR, they are as exact in 16 bits as those up to 1, and the accumulator keeps its place. Where some do, as in a
-row's first tile, its warp forms the maximum, and the tile's weights again.
+A softmax may refer its weights to any number, as their sums of the same reference are what they are divided by, and
+numbers of 16 bits are as exact whatever their size. So a tile's exponentials need not wait for its maximum, nor is that
+formed, as long as no row's weights of a tile add up to more than `far`, and those of all tiles to at least NEAR. Where
+some do not, their warp forms the maximum, and the tile's weights again.
 """
 
+import math
 from typing import Any
 
 import jax.experimental.mosaic.gpu as mgpu
@@ -19,11 +20,17 @@ from jaxlib.mlir.dialects import arith, scf, vector
 
 from pallas_kernels.flash_attention.mosaic_gpu_tanh import any_beyond, number
 
-FAR = 2.0**12  # far from the largest number of f16, and below it a tile whose reference is near adds up to its keys
+LOWEST = -1e30  # the reference of a row that has seen no key: finite, so that it makes no NaN
+NEAR = 2.0**-40  # of the total
+
+
+def far(dtype) -> float:
+    """What a tile's weights may add up to: sums and products with values have the room of f32, f16 ends at 2**16."""
+    return 2.0**12 if dtype == jnp.float16 else 2.0**40
 
 
 def settle(score, factor: float, sums, weight16, part, *, staged: bool):
-    """Sums with a tile added, and the tile's weights, by a new reference where the old one was too far below.
+    """Sums with a tile added, and the tile's weights, by a new reference where the old one was not near.
 
     Args:
         score: (block_q, block_kv) f32, in the layout of tensor-core results; times the factor, in base 2.
@@ -36,11 +43,13 @@ def settle(score, factor: float, sums, weight16, part, *, staged: bool):
     Returns:
         ((acc, reference, total), weight16); acc is without the tile.
     """
+    most = far(weight16.dtype)
     if staged:
         acc, reference, total = sums
-        top = jnp.maximum(reference, score.max(axis=1) * factor)
-        new = jnp.where(part <= FAR, reference, top)
-        shrink = jnp.exp2(reference - new)
+        top, low = score.max(axis=1) * factor, total + part < NEAR
+        new = jnp.where(low, jnp.maximum(top, LOWEST), jnp.maximum(top, reference))
+        new = jnp.where((part <= most) & ~low, reference, new)
+        shrink = jnp.exp2(jnp.minimum(reference - new, 0.0))  # a row whose total is not near has seen nothing before
         weight = jnp.exp2(score * factor - lax.broadcast_in_dim(new, score.shape, [0]))
         acc *= lax.broadcast_in_dim(shrink, acc.shape, [0])
         return (acc, new, total * shrink + weight.sum(axis=1)), weight.astype(weight16.dtype)
@@ -55,11 +64,14 @@ def settle(score, factor: float, sums, weight16, part, *, staged: bool):
     )
     def by_warp(_, score, acc, reference, total, weight16, part):
         found = acc, reference, total + part, weight16
-        choice: Any = scf.IfOp(_any_far(part.registers), _types(found), has_else=True)
+        low = found[2] < NEAR
+        beyond = (found[2] >= NEAR).select(part, math.inf)
+        choice: Any = scf.IfOp(_any_beyond(beyond.registers, most), _types(found), has_else=True)
         with ir.InsertionPoint(choice.then_block):
             score = score * _anew(factor, score)
-            new = reference.max(score.reduce("max", 1))
-            shrink = (reference - new).exp2(approx=True)
+            top = score.reduce("max", 1)
+            new = low.select(top.max(LOWEST), top.max(reference))
+            shrink = (reference - new).min(0.0).exp2(approx=True)  # what is not near has seen nothing before
             weight = (score - new.broadcast_in_dim(score.shape, (0,), score.layout)).exp2(approx=True)
             acc = acc * shrink.broadcast_in_dim(acc.shape, (0,), acc.layout)
             total = total * shrink + weight.reduce("add", 1)
@@ -90,10 +102,10 @@ def _like(array, results):
     return mgpu.FragmentedArray(_registers=registers, _layout=array.layout, _is_signed=None)
 
 
-def _any_far(registers):
-    """Whether a row of the warp has weights that add up to more than FAR, or to no number."""
-    farthest: Any = None
+def _any_beyond(registers, limit: float):
+    """Whether a row of the warp has a number beyond the limit, or no number."""
+    largest: Any = None
     for register in registers.flat:
         one = vector.extract(register, [], [0]) if isinstance(register.type, ir.VectorType) else register
-        farthest = one if farthest is None else arith.maximumf(farthest, one)
-    return any_beyond(farthest, FAR)
+        largest = one if largest is None else arith.maximumf(largest, one)
+    return any_beyond(largest, limit)
