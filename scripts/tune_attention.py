@@ -9,7 +9,6 @@ marked WRONG; one that does not compile is named on the error stream.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import sys
 from pathlib import Path
@@ -24,22 +23,20 @@ from pallas_kernels.bench import build, median_seconds
 from pallas_kernels.flash_attention import flash_attention
 from pallas_kernels.flash_attention.bounds import row_bounds
 from pallas_kernels.flash_attention.cases import CASES
-from pallas_kernels.flash_attention.mosaic_gpu_forward import forward_tiles
+from pallas_kernels.flash_attention.mosaic_gpu import WIDTHS
 from pallas_kernels.flash_attention.mosaic_gpu_forward_ahead import forward_ahead
 from pallas_kernels.flash_attention.mosaic_gpu_forward_wide import forward_wide
 from pallas_kernels.flash_attention.mosaic_gpu_items import ForwardTiles
 from pallas_kernels.flash_attention.mosaic_gpu_tiles import Scores
 
 DEFAULT = ("B2-S4096-N32-K8-D256-causal", "B4-S4096-N32-K8-D128-causal", "B4-S4096-N32-K8-D64-causal")
-WIDE = {  # of a width of 256
-    "in turn, 64 keys": (forward_tiles, ForwardTiles(block_kv=64, items=1)),
-    "ahead, 64 keys": (forward_wide, ForwardTiles(block_kv=64)),
-    "ahead, 80 keys": (forward_wide, ForwardTiles(block_kv=80)),
-}
-NARROW = {  # of the others
-    "in turn, 128 keys": (forward_tiles, ForwardTiles()),
-    "ahead, 128 keys": (forward_ahead, ForwardTiles()),
-}
+FORMS = {  # of each width
+    width: {
+        "128 keys": (forward_ahead, ForwardTiles()),
+        "64 keys": (forward_ahead, ForwardTiles(block_kv=64, stages=4)),
+    }
+    for width in WIDTHS
+} | {256: {f"{keys} keys": (forward_wide, ForwardTiles(block_kv=keys)) for keys in (64, 80)}}
 CUDNN = "cudnn"
 
 
@@ -56,13 +53,6 @@ def grown(k):
     return (k * jnp.linspace(0.1, 10.0, k.shape[1])[:, None, None]).astype(k.dtype)
 
 
-def forms(width: int) -> dict[str, tuple[Any, ForwardTiles]]:
-    """Kernels and tiles by name, each also with sums that follow their maximum lazily."""
-    plain = WIDE if width == 256 else NARROW
-    lazy = {f"{name}, lazy": (run, dataclasses.replace(tiles, lazy=True)) for name, (run, tiles) in plain.items()}
-    return plain | lazy
-
-
 def programs(q, options: dict[str, Any]) -> dict[str, Any]:
     """What is timed, by name: functions of q, k, v and perhaps segment_ids that return the output first."""
     ours = {key: options[key] for key in ("causal", "window")}
@@ -75,7 +65,7 @@ def programs(q, options: dict[str, Any]) -> dict[str, Any]:
     def cudnn(q, k, v, segment_ids=None):
         return flash_attention(q, k, v, segment_ids=segment_ids, implementation="cudnn", **ours)
 
-    found = {name: functools.partial(form, *chosen) for name, chosen in forms(q.shape[-1]).items()}
+    found = {name: functools.partial(form, *chosen) for name, chosen in FORMS[q.shape[-1]].items()}
     return found if "softcap" in options else {CUDNN: cudnn} | found
 
 

@@ -13,7 +13,6 @@ from pallas_kernels._hopper import run_once
 from pallas_kernels.flash_attention.bounds import pad_bounds, row_bounds
 from pallas_kernels.flash_attention.mosaic_gpu_dkv import DkvTiles, backward_dkv
 from pallas_kernels.flash_attention.mosaic_gpu_dq import DqTiles, backward_dq
-from pallas_kernels.flash_attention.mosaic_gpu_forward import forward_tiles
 from pallas_kernels.flash_attention.mosaic_gpu_forward_ahead import forward_ahead
 from pallas_kernels.flash_attention.mosaic_gpu_forward_wide import forward_wide
 from pallas_kernels.flash_attention.mosaic_gpu_fused import FusedTiles, backward_fused
@@ -23,10 +22,7 @@ from pallas_kernels.flash_attention.mosaic_gpu_tiles import LOG2E, Scores
 
 WIDTHS = (64, 96, 128, 256)
 FUSED_WIDTHS = (64, 128)  # of the fused backward: others have no tile that fits registers and swizzles
-FORWARDS = {  # a tile ahead, but for 64, which is slower by it
-    64: (forward_tiles, ForwardTiles()),
-    96: (forward_ahead, ForwardTiles()),
-    128: (forward_ahead, ForwardTiles()),
+FORWARDS = {width: (forward_ahead, ForwardTiles()) for width in WIDTHS} | {
     256: (forward_wide, ForwardTiles(block_kv=64)),
 }
 MULTIPLE = 128  # every tile size below divides it

@@ -1,9 +1,9 @@
-"""The forward kernel for Hopper that scores a tile ahead: the next scores are multiplied right behind P @ V.
+"""The forward kernel for Hopper: items and their softmax as in mosaic_gpu_items, scores multiplied a tile ahead.
 
-As `mosaic_gpu_forward`, but each step issues two products together: this tile's weighted values, and the scores of the
-next, which may be the next item's first (FlashAttention-3, arXiv 2407.08608, section 3.2). While one warpgroup waits
-for its values, its scores are under way already; its turn ends with its values. What follows the last tile is
-multiplied in vain, so that no step is special, and every item visits at least one tile.
+Each step issues two products together: this tile's weighted values, and the scores of the next, which may be the next
+item's first (FlashAttention-3, arXiv 2407.08608, section 3.2). While one warpgroup waits for its values, its scores are
+under way already; its turn ends with its values. What follows the last tile is multiplied in vain, so that no step is
+special, and every item visits at least one tile.
 """
 
 import functools
@@ -21,7 +21,22 @@ from pallas_kernels.flash_attention.mosaic_gpu_tiles import Scores, accumulate, 
 
 
 def forward_ahead(q, k, v, lo, hi, sinks=None, *, scores: Scores, tiles: ForwardTiles):
-    """As `forward_tiles`."""
+    """Attends within row bounds.
+
+    Args:
+        q: (B, T, N, H), T a multiple of 2 * block_q; 16 bit.
+        k: (B, S, K, H), S a multiple of block_kv.
+        v: as k.
+        lo: (B or 1, T) int32, first key of each query.
+        hi: last key.
+        sinks: (N,) f32, score of a key without a value that every query of the head sees, or None.
+        scores: from products to scores.
+        tiles: sizes.
+
+    Returns:
+        (out (B, T, N, H), lse (B, N, T) f32): lse is the base-2 logarithm of the sum of exponentials of the scores, the
+        sink's included, +inf where there is none.
+    """
     call, width = Forward.of(q, k, lo, sinks, scores, tiles), q.shape[-1]
     block_q, block_kv, stages = tiles.block_q, tiles.block_kv, tiles.stages
     ranges = at_least_one(key_tiles(lo, hi, call.rows, block_kv), call.keys // block_kv)

@@ -2,9 +2,9 @@
 
 An item of work is 2 * block_q queries of one head. The memory warpgroup streams tiles of K and V through a ring of
 `stages` shared-memory slots; each compute warpgroup multiplies its block_q queries with every tile (scores in
-registers), keeps the running maximum and sum of a base-2 softmax, and accumulates P @ V. The two take turns on the
-tensor cores: while one exponentiates, the other multiplies (FlashAttention-3, arXiv 2407.08608, section 3.1). Capped
-scores need no maximum where the powers of two of all that the cap leaves are ordinary numbers.
+registers), keeps the sum of a base-2 softmax, and accumulates P @ V. The two take turns on the tensor cores: while one
+exponentiates, the other multiplies (FlashAttention-3, arXiv 2407.08608, section 3.1). Weights refer to 0, or where
+that is not near to a maximum (mosaic_gpu_rescale); capped scores always to 0 if their powers of two fit.
 
 There are as many blocks as the GPU runs at a time, which take the items in rounds, longest first. Every other round
 goes through the blocks backwards: otherwise the first block would have the longest item of each. A block loads its next
@@ -23,12 +23,11 @@ from jax import lax
 from pallas_kernels import _platform
 from pallas_kernels._hopper import WARPGROUPS, filled, launch, swizzled
 from pallas_kernels.flash_attention.bounds import longest_first
-from pallas_kernels.flash_attention.mosaic_gpu_rescale import follow
+from pallas_kernels.flash_attention.mosaic_gpu_rescale import LOWEST, settle
 from pallas_kernels.flash_attention.mosaic_gpu_tiles import LOG2E, Scores, index_along
 
-FEW_KEYS = 128  # rows of so many keys subtract their maximum: a weight that is not exactly 1 would show
+FEW_KEYS = 128  # rows of so many keys begin with their maximum: a weight that is not exactly 1 would show
 BOUNDED = 80.0  # of scores in base 2 (a cap of 55): sums of 2**20 of their powers and values of 2**20 fit f32
-LOWEST = -1e30  # start of the running maximum: finite, so that a row that has seen no key makes no NaN
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +41,6 @@ class ForwardTiles:
         items: slots for items of queries: with 2 the next item's are loaded while one is at work.
         blocks: that share the work; None for as many as the GPU has multiprocessors.
         staged: whether weights go through shared memory, which is what the interpreter can run.
-        lazy: whether sums follow their maximum only when it has moved far (mosaic_gpu_rescale).
     """
 
     block_q: int = 64
@@ -51,7 +49,6 @@ class ForwardTiles:
     items: int = 2
     blocks: int | None = None
     staged: bool = False
-    lazy: bool = False
 
 
 class Item(NamedTuple):
@@ -153,17 +150,21 @@ class Forward:
         return row * (0 if self.shared else 1)
 
     def start(self, sinks_ref, head):
-        """(running maximum, running sum) of no keys; a sink is a key that has been seen before the first one."""
+        """(reference, running sum) of no keys; a sink is a key that has been seen before the first one.
+
+        Scores about 0 need no other reference, unless 16 bits lack powers of two, or few weights the exact 1.
+        """
         shape = (self.tiles.block_q,)
-        top = sinks_ref[0][head] if sinks_ref else 0.0 if self.bounded else LOWEST
+        plain = self.bounded or (self.dtype == jnp.bfloat16 and self.keys > FEW_KEYS)
+        top = sinks_ref[0][head] if sinks_ref else 0.0 if plain else LOWEST
         return filled(shape, top), filled(shape, 1.0 if sinks_ref else 0.0)
 
     def soften(self, product, carry, seen=None):
-        """The softmax of one tile of products: ((acc, maximum, sum) so far, scaled, and its weights in 16 bits).
+        """The softmax of one tile of products: (acc scaled, reference, sum with the tile), and its weights in 16 bits.
 
         Args:
             product: (block_q, block_kv) f32, of queries and keys.
-            carry: (acc, maximum, sum) of the tiles before.
+            carry: (acc, reference, sum) of the tiles before.
             seen: tells which scores count, when asked; None for all.
         """
         acc, top, total = carry
@@ -178,18 +179,10 @@ class Forward:
         score, factor = self.scores.squash(product), self.scores.factor
         if seen is not None:
             score = jnp.where(seen(), score, -jnp.inf)
-        new_top = jnp.maximum(top, score.max(axis=1) * factor)
-        if self.tiles.lazy:
-            acc, new_top = follow(acc, top, new_top, staged=self.tiles.staged)
-            shrink = jnp.exp2(top - new_top)
-        else:
-            shrink = jnp.exp2(top - new_top)
-            acc *= lax.broadcast_in_dim(shrink, acc.shape, [0])
-        weight = jnp.exp2(score * factor - lax.broadcast_in_dim(new_top, score.shape, [0]))
-        total = total * shrink + weight.sum(axis=1)
-        weight16 = weight.astype(self.dtype)
-        acc, total, new_top, weight16 = lax.optimization_barrier((acc, total, new_top, weight16))
-        return (acc, new_top, total), weight16
+        weight = jnp.exp2(score * factor - lax.broadcast_in_dim(top, score.shape, [0]))
+        part, weight16 = weight.sum(axis=1), weight.astype(self.dtype)
+        sums, weight16 = settle(score, factor, carry, weight16, part, staged=self.tiles.staged)
+        return lax.optimization_barrier((sums, weight16))
 
     def seen(self, index, lo_q, hi_q):
         """Which keys of a tile lie within the bounds of the tile's queries."""

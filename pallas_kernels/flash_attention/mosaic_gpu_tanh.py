@@ -112,7 +112,7 @@ def any_beyond(value, limit: float):
     """Whether a thread of the warp has a value that is not within the limit, which a NaN is not."""
     i32 = ir.IntegerType.get_signless(32)
     ptx = (
-        f"{{ .reg .pred p, q; setp.gtu.f32 p, $1, {_number(limit)}; "
+        f"{{ .reg .pred p, q; setp.gtu.f32 p, $1, {number(limit)}; "
         "vote.sync.any.pred q, p, 0xffffffff; selp.b32 $0, 1, 0, q; }"
     )
     voted = utils.inline_ptx(ptx, value, result_types=i32, convergent=True)
@@ -156,8 +156,8 @@ def _rational(scale: float, factor: float = 1.0) -> str:
     top = tuple(factor * value * first ** (2 * k + 1) for k, value in enumerate(TOP))
     bottom = tuple(value * first ** (2 * k) for k, value in enumerate(BOTTOM))
     steps += [
-        f"min.NaN.f32 x, x, {_number(limit)};",
-        f"max.NaN.f32 x, x, {_number(-limit)};",
+        f"min.NaN.f32 x, x, {number(limit)};",
+        f"max.NaN.f32 x, x, {number(-limit)};",
         "mul.rn.f32 t, x, x;",
         *_horner("p", top),
         *_horner("q", bottom),
@@ -177,19 +177,19 @@ def _scaled(source: str, scale: float) -> tuple[float, list[str]]:
     """x from a product, and what of the scale is left for the coefficients: all, unless its powers leave f32."""
     if 2e-4 < scale < 1e3:
         return scale, [f"mov.f32 x, {source};"]
-    return 1.0, [f"mul.rn.f32 x, {source}, {_number(scale)};"]
+    return 1.0, [f"mul.rn.f32 x, {source}, {number(scale)};"]
 
 
 def _horner(name: str, coefficients: tuple[float, ...]) -> list[str]:
     *rest, last = coefficients
-    steps = [f"fma.rn.f32 {name}, {name}, t, {_number(value)};" for value in rest[::-1]]
-    return [f"mov.f32 {name}, {_number(last)};", *steps]
+    steps = [f"fma.rn.f32 {name}, {name}, t, {number(value)};" for value in rest[::-1]]
+    return [f"mov.f32 {name}, {number(last)};", *steps]
 
 
 def _block(steps: list[str], names: str = "x, t, p, q") -> str:
     return f"{{ .reg .f32 {names}; " + " ".join(steps) + " }"
 
 
-def _number(value: float) -> str:
+def number(value: float) -> str:
     """A constant of PTX, by its bits."""
     return f"0f{struct.unpack('>I', struct.pack('>f', value))[0]:08X}"
