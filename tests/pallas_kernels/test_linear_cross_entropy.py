@@ -347,7 +347,7 @@ for frozen, reduction in ((True, 'none'), (False, 'none'), (True, 'sum'), (False
 
 
 def test_rows_stay_sharded() -> None:
-    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+    environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "4", "JAX_PLATFORMS": "cpu"}
     subprocess.run([sys.executable, "-c", SHARDED], check=True, env=environment)
 
 

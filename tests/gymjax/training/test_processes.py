@@ -24,7 +24,7 @@ def test_two_processes_train_as_one(configure, tmp_path):
         address = f"127.0.0.1:{free.getsockname()[1]}"
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        "JAX_NUM_CPU_DEVICES": "2",
         "JAX_COORDINATOR_ADDRESS": address,
         "JAX_NUM_PROCESSES": "2",
     }
