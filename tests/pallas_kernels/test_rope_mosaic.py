@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import _platform
+from pallas_kernels import Implementation, _platform
 from pallas_kernels.rope import explain, reference, rope
 from pallas_kernels.rope import mosaic_gpu as kernel
 
@@ -91,12 +91,18 @@ def test_lowers_for_the_gpu(heads: int, turned: int, interleaved: bool, monkeypa
     q, k = (jax.ShapeDtypeStruct((2, 4096, count, 128), jnp.bfloat16) for count in (32, heads))
     table = jax.ShapeDtypeStruct((1, 4096, turned // 2), jnp.float32)
 
-    def gradient(q: jax.Array, k: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, ...]:
-        there, back = jax.vjp(lambda q, k: rope(q, k, cos, sin, interleaved=interleaved), q, k)
+    def gradient(
+        q: jax.Array, k: jax.Array, cos: jax.Array, sin: jax.Array, implementation: Implementation | None
+    ) -> tuple[jax.Array, ...]:
+        turn = partial(rope, interleaved=interleaved, implementation=implementation)
+        there, back = jax.vjp(lambda q, k: turn(q, k, cos, sin), q, k)
         return (*there, *back(there))
 
-    text = jax.jit(gradient).trace(q, k, table, table).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("custom_call @mosaic_gpu") == 2
+    in_part = interleaved and turned < 128  # XLA's by default
+    for implementation, kernels in ((None, 0 if in_part else 2), ("mosaic_gpu", 2)):
+        step = jax.jit(partial(gradient, implementation=implementation))
+        text = step.trace(q, k, table, table).lower(lowering_platforms=("cuda",)).as_text()
+        assert text.count("custom_call @mosaic_gpu") == kernels
     assert explain() == "rope: mosaic_gpu"
 
 
