@@ -1,11 +1,9 @@
 """Fixtures that several packages' tests use."""
 
-import atexit
 import collections
 import importlib.util
 import json
 import os
-import shutil
 import subprocess
 import tempfile
 from pathlib import Path
@@ -16,12 +14,6 @@ os.environ.setdefault("NPROC", "8")
 # Most of the suite's time is LLVM compiling programs that run once, on tiny arrays. The CPU's code is not what the
 # tests show: XLA's own passes over a program stay as they are. Processes that tests start take it from here.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
-# Runs that go on, and the commands that tests start, compile a step that this run has compiled before. The folder is of
-# this run: pytest-xdist's processes have its name from the first one, which removes it.
-if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="gymjax-tests-")
-    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
-    atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 
 import numpy as np
 import pytest
