@@ -16,7 +16,7 @@ from jax import lax
 
 from pallas_kernels._hopper import WARPGROUPS, drain, filled
 from pallas_kernels.flash_attention.bounds import at_least_one, key_tiles
-from pallas_kernels.flash_attention.mosaic_gpu_items import Forward, ForwardTiles, turns
+from pallas_kernels.flash_attention.mosaic_gpu_items import ITEMS, Forward, ForwardTiles, turns
 from pallas_kernels.flash_attention.mosaic_gpu_tiles import Scores, accumulate, anew, visit
 
 
@@ -87,7 +87,7 @@ def forward_ahead(q, k, v, lo, hi, sinks=None, *, scores: Scores, tiles: Forward
                     next_q = q_slot
                     if last:
                         more = n + 1 < mine
-                        next_q = jnp.where(more, lax.rem(n + 1, jnp.int32(tiles.items)), q_slot)
+                        next_q = jnp.where(more, lax.rem(n + 1, jnp.int32(ITEMS)), q_slot)
                         pl.when(more)(lambda: plgpu.barrier_wait(q_ready.at[next_q]))
                     plgpu.barrier_wait(v_ready.at[slot])
                     plgpu.barrier_wait(k_ready.at[next_slot])
@@ -155,7 +155,7 @@ def forward_ahead(q, k, v, lo, hi, sinks=None, *, scores: Scores, tiles: Forward
                 wanted = item(n)
                 begin, _, _, end = wanted.span
                 kv_head = call.kv_head(wanted.head)
-                pl.when(n >= tiles.items)(lambda: plgpu.barrier_wait(q_free.at[wanted.slot]))
+                pl.when(n >= ITEMS)(lambda: plgpu.barrier_wait(q_free.at[wanted.slot]))
                 call.load_queries(wanted, (q_ref, lo_ref, hi_ref), (q_smem, lo_smem, hi_smem), q_ready)
 
                 def load(index, _):
@@ -173,6 +173,6 @@ def forward_ahead(q, k, v, lo, hi, sinks=None, *, scores: Scores, tiles: Forward
             load_k(visited, (0, pl.ds(0, block_kv), 0))  # what the last step multiplies in vain
             drain(visited + 1, stages, k_free)
             drain(visited, stages, v_free)
-            drain(mine, tiles.items, q_free)
+            drain(mine, ITEMS, q_free)
 
     return call.launch(kernel, call.scratch(), q, k, v, lo, hi, sinks, ranges)

@@ -26,7 +26,7 @@ from pallas_kernels.flash_attention.mosaic_gpu_tiles import Scores, accumulate, 
 
 
 def forward_wide(q, k, v, lo, hi, sinks=None, *, scores: Scores, tiles: ForwardTiles):
-    """As `forward_ahead`, for any number of keys; `tiles.items` is not used."""
+    """As `forward_ahead`, for any number of keys."""
     if tiles.staged:  # the interpreter does not read beyond an array
         k, v = (padded(x, 1, tiles.block_kv, 1, 1) for x in (k, v))
     call, width = Forward.of(q, k, lo, sinks, scores, tiles, ragged=True), q.shape[-1]

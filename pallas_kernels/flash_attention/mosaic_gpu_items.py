@@ -27,6 +27,7 @@ from pallas_kernels.flash_attention.mosaic_gpu_rescale import LOWEST, settle
 from pallas_kernels.flash_attention.mosaic_gpu_tiles import LOG2E, Scores, index_along
 
 FEW_KEYS = 128  # rows of so many keys begin with their maximum: a weight that is not exactly 1 would show
+ITEMS = 2  # slots for items of queries: the next one's are loaded while one is at work
 BOUNDED = 80.0  # of scores in base 2 (a cap of 55): sums of 2**20 of their powers and values of 2**20 fit f32
 
 
@@ -38,7 +39,6 @@ class ForwardTiles:
         block_q: queries of a compute warpgroup.
         block_kv: keys of a slot.
         stages: slots of the ring.
-        items: slots for items of queries: with 2 the next item's are loaded while one is at work.
         blocks: that share the work; None for as many as the GPU has multiprocessors.
         staged: whether weights go through shared memory, which is what the interpreter can run.
     """
@@ -46,7 +46,6 @@ class ForwardTiles:
     block_q: int = 64
     block_kv: int = 128
     stages: int = 2
-    items: int = 2
     blocks: int | None = None
     staged: bool = False
 
@@ -142,7 +141,7 @@ class Forward:
         place = work_ref[lax.div(number, jnp.int32(heads))]
         row, q_tile = lax.div(place, jnp.int32(q_tiles)), lax.rem(place, jnp.int32(q_tiles))
         span = tuple(ranges_ref[self.bounds_row(row), q_tile, i] for i in range(4))
-        slot = lax.rem(n, jnp.int32(self.tiles.items))
+        slot = lax.rem(n, jnp.int32(ITEMS))
         return Item(row, lax.rem(number, jnp.int32(heads)), q_tile * self.rows, slot, span)
 
     def bounds_row(self, row):
@@ -228,17 +227,17 @@ class Forward:
         width, tiles = self.shape[-1], self.tiles
         return (
             (
-                self.tile(tiles.items, self.rows, width),
+                self.tile(ITEMS, self.rows, width),
                 *(self.tile(tiles.stages, tiles.block_kv, width),) * 2,
-                self.tile(tiles.items, self.rows, dtype=jnp.float32),
-                *(self.tile(tiles.items, self.rows, dtype=jnp.int32),) * 2,
+                self.tile(ITEMS, self.rows, dtype=jnp.float32),
+                *(self.tile(ITEMS, self.rows, dtype=jnp.int32),) * 2,
                 self.weights(),
             ),
             (
-                plgpu.Barrier(num_arrivals=3, num_barriers=tiles.items),
+                plgpu.Barrier(num_arrivals=3, num_barriers=ITEMS),
                 *(plgpu.Barrier(num_barriers=tiles.stages),) * 2,
             ),
-            *self.free_and_turn(plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=tiles.items)),
+            *self.free_and_turn(plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=ITEMS)),
         )
 
     def weights(self):

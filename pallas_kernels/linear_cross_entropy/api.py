@@ -11,7 +11,6 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels import Implementation, _dispatch
 from pallas_kernels._int8 import Int8Weight, unpack_int8
 from pallas_kernels.linear_cross_entropy import checks, mosaic_gpu, mosaic_gpu_fused, mosaic_gpu_passes, reference
-from pallas_kernels.linear_cross_entropy.mosaic_gpu_fused import keeps_codes
 from pallas_kernels.nf4_linear import NF4Weight, dense
 
 _PASSES = {"mosaic_gpu": mosaic_gpu_passes.PASSES, "xla": reference.PASSES}
@@ -104,7 +103,7 @@ def linear_cross_entropy(
     form = mosaic_gpu.Form(float(scale), softcap, label_smoothing, z_loss)
     more = {"metrics": metrics, "bias": bias is not None}
     fused = mosaic_gpu_fused.takes(x.shape[-1], head.shape[0], x.dtype, form, trained=not frozen_head, **more)
-    kept = fused and not frozen_head and keeps_codes(labels.size, head)
+    kept = fused and not frozen_head and mosaic_gpu_fused.keeps_codes(labels.size, head)
     fused = fused and (kept or frozen_head or reduction == "sum")
     group_tokens = group_tokens or chunk_tokens * (1 if frozen_head else 4 if fused else 2)
     rows = min(labels.size, max(chunk_tokens, group_tokens) + labels.size // max(1, labels.shape[-1]))  # at most

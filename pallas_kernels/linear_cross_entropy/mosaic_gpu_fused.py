@@ -186,12 +186,10 @@ def gradients_of(
     labels_N = jnp.pad(labels.reshape(rows), (0, len(x_ND) - rows), constant_values=how.ignored)
 
     def again(index: Array, room_NCV: Array) -> Array:
-        x_CD, *each = (cut_rows(one, index * AGAIN) for one in (x_ND, lse_N, labels_N, dloss_N))
+        x_CD = cut(x_ND, index * AGAIN, AGAIN, axis=-2)
+        each = (cut(one, index * AGAIN, AGAIN) for one in (lse_N, labels_N, dloss_N))
         products_CV = jnp.einsum("cd,vd->cv", x_CD, head.weight, preferred_element_type=jnp.float32)
         return PASSES.gradient(products_CV, *each, how, room_NCV, index)
-
-    def cut_rows(array: Array, start: Array) -> Array:
-        return jax.lax.dynamic_slice_in_dim(array, start, AGAIN)
 
     pieces = jnp.where(kept.safe, 0, len(x_ND) // AGAIN)  # a loop, not a branch, so that it has the gradients' room
     room_NCV = dproducts.reshape(-1, AGAIN, vocabulary)
