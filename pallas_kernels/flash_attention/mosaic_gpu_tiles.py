@@ -11,7 +11,7 @@ from jax import lax
 from pallas_kernels.flash_attention.mosaic_gpu_tanh import power_of_tanh, tanh
 
 LOG2E = math.log2(math.e)
-LAST = 4096  # tokens at the end of each row whose tiles are done after all others
+LAST = 4096  # tokens at the end of each row whose tiles are done after all others, where that is half a row or more
 FEW_ROWS = 16  # rows of keys, of all heads: of more, tiles of few would share what they stream
 
 
@@ -58,8 +58,9 @@ class Scores:
 class Order:
     """The blocks of a backward kernel in the order in which they start, one for each tile of each head of each row.
 
-    Head after head, so that blocks at work at a time stream the same rows from the L2 cache; but the last tiles of all
-    heads, the shortest work under a causal mask, at the end, tile after tile, so that multiprocessors end together.
+    Head after head, so that blocks at work at a time stream the same rows from the L2 cache; but of few and short rows
+    the last tiles of all heads, the shortest work under a causal mask, at the end, tile after tile, so that
+    multiprocessors end together.
 
     Attributes:
         heads: that own tiles.
@@ -76,7 +77,8 @@ class Order:
     @classmethod
     def of(cls, heads: int, kv_heads: int, tiles: int, batch: int, rows: int) -> "Order":
         """The order for tiles of so many rows."""
-        return cls(heads, tiles, batch, min(tiles, LAST // rows) if kv_heads * batch <= FEW_ROWS else 0)
+        short = tiles * rows <= 2 * LAST and kv_heads * batch <= FEW_ROWS
+        return cls(heads, tiles, batch, min(tiles, LAST // rows) if short else 0)
 
     @property
     def grid(self) -> dict[str, int]:
