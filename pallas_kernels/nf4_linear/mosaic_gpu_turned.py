@@ -276,14 +276,15 @@ def multiply_turned(x, codes, absmax, nested_absmax, offset, extra=None, *, shap
             total = with_first_steps(end) - origin
 
             def place(number):
-                """First row and column of a step's tile of the result, and where along the packed sum it starts."""
+                """First row and column of a step's tile of the result, and which of the packed steps it is."""
                 item = lax.div(origin + number, jnp.int32(steps))
-                return *corner(item), (lax.rem(origin + number, jnp.int32(steps)) - first_steps) * DEPTH
+                return *corner(item), lax.rem(origin + number, jnp.int32(steps)) - first_steps
 
             def weight_of(number):
                 """First row and column of a step's tile of the weight, and the blocks whose scales threads find."""
                 _, column, k = place(jnp.minimum(number, total - 1))
-                row, column = (jnp.maximum(k, 0), column) if transpose else (column, jnp.maximum(k, 0))
+                along = jnp.maximum(k, 0) * DEPTH  # a multiple of DEPTH for the compiler too, for whole loads
+                row, column = (along, column) if transpose else (column, along)
                 return row, column, row * stride + lax.div(column, jnp.int32(BLOCK)) + of_tile
 
             def load_absmax(turn):
@@ -306,14 +307,14 @@ def multiply_turned(x, codes, absmax, nested_absmax, offset, extra=None, *, shap
                 row, _, k = place(number)
                 pl.when(number >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
 
-                def copy(ref, first):
-                    source = ref.at[pl.ds(row, tiles.rows), pl.ds(first, DEPTH)]
+                def copy(ref, k):
+                    source = ref.at[pl.ds(row, tiles.rows), pl.ds(k * DEPTH, DEPTH)]
                     shared = "pair" if tiles.pair else None
                     plgpu.copy_gmem_to_smem(source, x_smem.at[slot], ready.at[slot], collective_axes=shared)
 
                 if more_refs:
                     pl.when(k >= 0)(lambda: copy(x_ref, k))
-                    pl.when(k < 0)(lambda: copy(more_refs[0], k + first_steps * DEPTH))
+                    pl.when(k < 0)(lambda: copy(more_refs[0], k + first_steps))
                 else:
                     copy(x_ref, k)
                 store_tile(codes, scales_of_tile, codes_smem.at[slot], scales_smem.at[slot], **form)
