@@ -38,7 +38,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "by shuffles": {"tables": False},
     "whole tiles": {"unit": None},
     "alone": {"pair": False},
-    "128 rows": {"rows": 128, "stages": 6},
+    "128 rows": {"rows": 128, "stages": 8},
 }
 PARTS = {"evenly shared": None, "halves": 2}
 

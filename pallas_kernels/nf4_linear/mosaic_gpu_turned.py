@@ -95,7 +95,7 @@ def suitable_turned(rows: int, depth: int, width: int) -> TurnedTiles:
         return shares.longest * (3 * tiles.rows + 350) + shares.cut * (3000 + parts) + shares.tiles * 2000
 
     units = [2, *(steps // parts for parts in (2, 3, 4, 8) if steps % (2 * parts) == 0), None]
-    slots = {64: 8, 128: 6, 256: 4}  # 162 to 194 KiB of shared memory
+    slots = {64: 8, 128: 8, 256: 4}  # 144 to 224 KiB of shared memory
     return min((TurnedTiles(size, slots[size], unit, pair) for size in slots for unit in units), key=cycles)
 
 
