@@ -171,6 +171,20 @@ def grouped_kernels():
             yield [case], functools.partial(grouped.backward_w, dtype=dtype), (x, dy, sizes), 0
 
 
+def gated_kernels():
+    """Likewise of products that are gated before they leave, and of their gradient."""
+    for rows, groups, width, out in ((131072, 64, 2048, 1024), (65536, 128, 2048, 768)):
+        x, low, hidden = (jax.ShapeDtypeStruct((rows, size), jnp.bfloat16) for size in (width, 64, out))
+        w, more, a, down = (
+            jax.ShapeDtypeStruct((groups, *size), jnp.bfloat16)
+            for size in ((out, width), (out, 64), (64, out), (width, out))
+        )
+        weight, sizes = jax.ShapeDtypeStruct((rows,), jnp.float32), jax.ShapeDtypeStruct((groups,), jnp.int32)
+        name = f"gated-D{width}-F{out}"
+        yield [f"{name}-forward"], grouped.gated, ((x, low), (w, more), (w, more), weight, sizes), 0
+        yield [f"{name}-backward"], grouped.gated_backward, ((x, low), (down, a), hidden, hidden, weight, sizes), 0
+
+
 def narrow_kernels():
     """Likewise of products with adapters in one pass."""
     for width, rank in ((14336, 16), (4096, 48), (4096, 64)):
@@ -257,8 +271,8 @@ def loss_kernels():
 def main(wanted: list[str]) -> None:
     """Prints the report of every kernel of every case."""
     for cases, function, args, skip in itertools.chain(
-        *(attention_kernels(), grouped_kernels(), narrow_kernels(), nf4_kernels(), norm_kernels(), rope_kernels()),
-        loss_kernels(),
+        *(attention_kernels(), grouped_kernels(), gated_kernels(), narrow_kernels(), nf4_kernels(), norm_kernels()),
+        *(rope_kernels(), loss_kernels()),
     ):
         if wanted and not any(case.startswith(name) for case in cases for name in wanted):
             continue

@@ -12,9 +12,10 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import _platform
 from pallas_kernels._hopper import padded, run_once
+from pallas_kernels.grouped_matmul.mosaic_gpu_gated import gated_gradients, gated_rows
 from pallas_kernels.grouped_matmul.mosaic_gpu_rows import DEPTH, Tiles, group_rows
 from pallas_kernels.grouped_matmul.mosaic_gpu_weights import ALIGNED, group_weights
-from pallas_kernels.grouped_matmul.mosaic_gpu_work import HALF
+from pallas_kernels.grouped_matmul.mosaic_gpu_work import HALF, places_of_rows
 
 SHARED = 196_608  # bytes of shared memory for slots; the rest holds results on their way out, and barriers
 COLUMNS = (256, 192, 128, 64)
@@ -22,6 +23,8 @@ MOST_STAGES = 8
 # Traced and lowered once for each set of shapes, of which a layer has few.
 _group_rows = jax.jit(group_rows, static_argnames=("transposed", "tiles"))
 _group_weights = jax.jit(group_weights, static_argnames=("dtype", "tiles"))
+_gated_rows = jax.jit(gated_rows, static_argnames=("tiles",))
+_gated_gradients = jax.jit(gated_gradients, static_argnames=("tiles",))
 
 
 def refuses(x: Array | jax.ShapeDtypeStruct, w: Array | jax.ShapeDtypeStruct) -> str | None:
@@ -72,6 +75,63 @@ def backward_w(
     x, dy = (padded(array, _row_count(len(array), ALIGNED), DEPTH) for array in (x, dy))
     kernel = functools.partial(_group_weights, dtype=narrow, tiles=tiles_of(x.shape[1], staged))
     return sequential_vmap(kernel)(x, dy, sizes)[:, :height, :width].astype(dtype)
+
+
+def gated(
+    xs: Sequence[Array],
+    gates: Sequence[Array],
+    ups: Sequence[Array],
+    weight: Float[Array, " M"],
+    sizes,
+    *,
+    staged=False,
+) -> tuple[Array, Array, Array]:
+    """Return gate, up and `silu(gate) * up * weight`, (M, F).
+
+    gate[m] is the sum over i of xs[i][m] @ gates[i][e].T, up likewise; both are rounded to x's dtype first.
+    """
+    rows, width = len(xs[0]), gates[0].shape[1]
+    xs = tuple(padded(x, _row_count(rows, 1), DEPTH) for x in xs)
+    gates, ups = (tuple(padded(w.astype(xs[0].dtype), 1, DEPTH, DEPTH) for w in ws) for ws in (gates, ups))
+    kernel = functools.partial(_gated_rows, tiles=_gated_tiles(256, staged))
+    results = run_once(sequential_vmap(kernel)(xs, gates, ups, _weights(weight, len(xs[0])), sizes))
+    gate, up, product = (result[:rows, :width] for result in results)
+    return gate, up, product
+
+
+def gated_backward(
+    xs: Sequence[Array], ws: Sequence[Array], gate: Array, up: Array, weight: Float[Array, " M"], sizes, *, staged=False
+) -> tuple[Array, Array, Array, Float[Array, " M"]]:
+    """Return gradients of gate and up, `silu(gate) * up * weight`, and the gradient of weight.
+
+    That product's gradient is the sum over i of xs[i][m] @ ws[i][e], in f32.
+    """
+    rows, width = gate.shape
+    xs = tuple(padded(x, _row_count(rows, 1), DEPTH) for x in xs)
+    ws = tuple(padded(w.astype(gate.dtype), 1, DEPTH, DEPTH) for w in ws)
+    gate, up = (padded(array, _row_count(rows, 1), DEPTH) for array in (gate, up))
+    tiles = _gated_tiles(max(tiles_of(width, staged).columns, 128), staged)
+
+    def kernel(xs, ws, gate, up, weight, sizes):
+        *results, partial, table = _gated_gradients(xs, ws, gate, up, weight, sizes, tiles=tiles)
+        lines, half, place = places_of_rows(table, sizes, len(gate), -(-gate.shape[1] // tiles.columns), tiles.band)
+        return *results, jnp.sum(partial[lines, half[:, None], place[:, None]], axis=1)
+
+    results = run_once(sequential_vmap(kernel)(xs, ws, gate, up, _weights(weight, len(gate)), sizes))
+    dgate, dup, product = (result[:rows, :width] for result in results[:3])
+    return dgate, dup, product, results[3][:rows]
+
+
+def _weights(weight: Array, rows: int) -> Array:
+    """Each row's weight, and room for reading 64 behind every row."""
+    return jnp.pad(weight.astype(jnp.float32), (0, rows + HALF - len(weight)))
+
+
+def _gated_tiles(columns: int, staged: bool) -> Tiles:
+    stages = SHARED // (2 * DEPTH * (2 * HALF + columns))
+    if staged:
+        return Tiles(columns, stages=3, blocks=2, staged=True)
+    return Tiles(columns, min(MOST_STAGES, stages), blocks=_platform.multiprocessors())
 
 
 def tiles_of(width: int, staged: bool) -> Tiles:

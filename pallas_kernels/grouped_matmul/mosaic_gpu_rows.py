@@ -242,11 +242,16 @@ def store_part(index, sums, buffers, target, row, column, stored=None):
     count, (stores, _, width) = parts_of(sums, buffers), buffers.shape
     buffer = buffers.at[index % stores]
     plgpu.wait_smem_to_gmem(stores_behind(index, count, stores), wait_read_only=True)
-    buffer[...] = sums[:, index * width : (index + 1) * width].astype(target.dtype)
+    send(sums[:, index * width : (index + 1) * width], buffer, target, row, column + index * width, stored)
+
+
+def send(values, buffer, target, row, column, stored=None):
+    """Stores a buffer's worth of values (64, width) from the buffer, which nothing reads any longer, see store_rows."""
+    buffer[...] = values.astype(target.dtype)
     plgpu.commit_smem()
 
     def copy(rows):
-        place = target.at[pl.ds(row, rows), pl.ds(column + index * width, width)]
+        place = target.at[pl.ds(row, rows), pl.ds(column, buffer.shape[-1])]
         plgpu.copy_smem_to_gmem(buffer.at[pl.ds(0, rows)], place)
 
     if stored is None:

@@ -61,6 +61,25 @@ def row_items(sizes: Int[Array, " E"], rows: int, columns: int, band: int = BAND
     return jnp.stack(lines, axis=1)
 
 
+def places_of_rows(
+    table: Int[Array, "items 8"], sizes: Int[Array, " E"], rows: int, columns: int, band: int = BAND
+) -> tuple[Int[Array, "M columns"], Int[Array, " M"], Int[Array, " M"]]:
+    """Where row_items' table has each row: its lines, one a column, and in each the half and the row's place in it."""
+    sizes = sizes.astype(jnp.int32)
+    starts, first_items = _sums_before(sizes, -(-sizes // ROWS) * columns)
+    ends = jnp.append(starts[1:], rows)
+    row = jnp.arange(rows, dtype=jnp.int32)
+    group = jnp.sum(row[:, None] >= ends[:-1], axis=1, dtype=jnp.int32)
+    tile = (row - starts[group]) // ROWS
+    above = tile // band * band
+    height = jnp.minimum(-(-(ends - starts)[group] // ROWS) - above, band)
+    before = first_items[group] + above * columns + tile - above
+    lines = before[:, None] + height[:, None] * jnp.arange(columns, dtype=jnp.int32)
+    line = table[lines[:, 0]]
+    half = ((line[:, STORED + 1] > 0) & (row >= line[:, FIRST + 1])).astype(jnp.int32)
+    return lines, half, row - jnp.where(half > 0, line[:, FIRST + 1], line[:, FIRST])
+
+
 def starts_of(sizes: Int[Array, " E"]) -> Int[Array, " E+1"]:
     """First row of each group, and the one behind the last group's last."""
     return _sums_before(sizes.astype(jnp.int32))[0]
