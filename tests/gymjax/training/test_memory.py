@@ -99,6 +99,12 @@ def test_what_each_name_keeps(make_model):
     assert kept_bytes(work, "none") > kept_bytes(work, "selective")
 
 
+@pytest.mark.parametrize("remat", ["full", "selective", "offload"])
+def test_weights_are_not_what_is_kept(make_model, remat):
+    work, _ = work_of(make_model)
+    assert kept_bytes(dataclasses.replace(work, rows=1, length=2), remat) < weight_bytes(work.frozen) / 50
+
+
 def test_what_experts_keep(make_model):
     work, _ = work_of(make_model, stacks=(Stack((LayerKind(experts=MOE),), 4),), qk_norm="projection")
     nothing, tokens = kept_bytes(work, "full"), 4 * ROWS * LENGTH * 4
