@@ -132,7 +132,7 @@ class _Narrow:
     def fits(x: Array, rank: int) -> bool:
         """Whether the kernel takes an x of this shape, and this rank."""
         whole = x.shape[0] % mosaic_gpu_narrow.ALIGNED == 0 and x.shape[1] % (WARPGROUPS * _NARROW[-1]) == 0
-        return whole and rank <= mosaic_gpu_narrow.MAX_RANK and rank % mosaic_gpu_narrow.ALIGNED == 0
+        return whole and rank <= mosaic_gpu_narrow.MAX_RANK
 
     def __call__(
         self, x: Float[Array, "M N"], b: Float[Array, "E N R"], low: Float[Array, "M R"], sizes: Int[Array, " E"]
@@ -143,7 +143,11 @@ class _Narrow:
         """
         columns = next(columns for columns in _NARROW if x.shape[1] % (WARPGROUPS * columns) == 0)
         kernel = functools.partial(_narrow_products, tiles=mosaic_gpu_narrow.NarrowTiles(columns))
-        return run_once(sequential_vmap(kernel)(x, b.swapaxes(1, 2).astype(x.dtype), low, sizes))
+        b, wide_low = (padded(array, *[1] * (array.ndim - 1), mosaic_gpu_narrow.ALIGNED) for array in (b, low))
+        # In one dimension, as compilers else give all layers' b another layout for this: a copy before the loop.
+        flat = jax.lax.optimization_barrier(b.astype(x.dtype).reshape(-1))
+        product, gradient = run_once(sequential_vmap(kernel)(x, flat.reshape(b.shape).swapaxes(1, 2), wide_low, sizes))
+        return product[:, : low.shape[1]], gradient[..., : low.shape[1]]
 
 
 narrow = _Narrow()

@@ -21,7 +21,7 @@ from pallas_kernels._hopper import WARPGROUPS, add_product, drain, filled, launc
 ROWS = 64  # of a tile
 ALIGNED = 8
 _SHARED_MEMORY = 226 * 1024  # bytes of a block's that tiles may fill
-MAX_RANK = 64  # beyond, accumulators leave no registers
+MAX_RANK = 32  # beyond, there is no room for two slots, each with its group's factor
 
 
 @dataclasses.dataclass(frozen=True)
