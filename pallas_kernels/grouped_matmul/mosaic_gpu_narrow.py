@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import _platform
 from pallas_kernels._hopper import WARPGROUPS, add_product, drain, filled, launch, swizzled
+from pallas_kernels.grouped_matmul.mosaic_gpu_work import groups_of_rows, starts_of, sums_before
 
 ROWS = 64  # of a tile
 ALIGNED = 8
@@ -46,13 +47,10 @@ def tiles_of_groups(
 
     Tiles behind the last one have the group E.
     """
-    sizes = sizes.astype(jnp.int32)
-    groups = len(sizes)
-    end = jnp.cumsum(sizes)
-    start = end - sizes
+    groups, starts = len(sizes), starts_of(sizes)
+    start, end = starts[:-1], starts[1:]
     base = start // ALIGNED * ALIGNED
-    counts = jnp.where(sizes > 0, -(-(end - base) // ROWS), 0)
-    first_tile = jnp.append(0, jnp.cumsum(counts)).astype(jnp.int32)
+    (first_tile,) = sums_before(jnp.where(end > start, -(-(end - base) // ROWS), 0))
     tile = jnp.arange((rows + ALIGNED * groups) // ROWS + groups, dtype=jnp.int32)
     group = jnp.sum(tile[:, None] >= first_tile[1:], axis=1, dtype=jnp.int32)
     known = jnp.minimum(group, groups - 1)
@@ -89,19 +87,19 @@ def narrow_products(
     share = jnp.maximum(-(-used // down), 1)  # tiles of a block
     table = jnp.stack([group, first_row, jnp.full_like(group, used), jnp.full_like(group, share)], axis=1)
 
-    end = jnp.cumsum(sizes.astype(jnp.int32))
+    starts = starts_of(sizes)
     row = first_row[:, None] + jnp.arange(ROWS, dtype=jnp.int32)
     known = jnp.minimum(group, groups - 1)[:, None]
-    inside = (group[:, None] < groups) & (row >= (end - sizes)[known]) & (row < end[known])
+    inside = (group[:, None] < groups) & (row >= starts[known]) & (row < starts[known + 1])
     low_tiles = jnp.where(inside[..., None], low[jnp.minimum(row, rows - 1)], 0).swapaxes(1, 2)
 
     products, parts = _one_pass(x, factor, low_tiles, table, across, down, tiles)
     # Of each row the tile and its place there.
-    index = jnp.arange(rows, dtype=jnp.int32)
-    owner = jnp.minimum(jnp.sum(index[:, None] >= end, axis=1, dtype=jnp.int32), groups - 1)
-    place = index - (end - sizes)[owner] // ALIGNED * ALIGNED
-    place = jnp.clip(first_tile[owner] * ROWS + place, 0, count * ROWS - 1)
-    product = jnp.where((index < end[-1])[:, None], jnp.sum(products[:, place], axis=0), 0)
+    index, of_row = jnp.arange(rows, dtype=jnp.int32), groups_of_rows(starts, rows)
+    owner = jnp.minimum(of_row, groups - 1)
+    place = first_tile[owner] * ROWS + index - starts[owner] // ALIGNED * ALIGNED
+    product = jnp.sum(products[:, jnp.minimum(place, count * ROWS - 1)], axis=0)
+    product = jnp.where((of_row < groups)[:, None], product, 0)
     return product, _sum_parts(parts, first_tile, share, down)
 
 
