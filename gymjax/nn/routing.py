@@ -77,7 +77,6 @@ def _route(logits_ME: Array, top_k: int, renormalize: bool) -> tuple[Array, Arra
 
 
 def _route_fwd(logits_ME: Array, top_k: int, renormalize: bool):
-    logits_ME = checkpoint_name(logits_ME, ROUTING_NAME)
     expert_Mk, weight_Mk = (checkpoint_name(x, ROUTING_NAME) for x in _route(logits_ME, top_k, renormalize))
     return (expert_Mk, weight_Mk), (logits_ME, expert_Mk, weight_Mk)
 
