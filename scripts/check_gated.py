@@ -1,6 +1,6 @@
 """Checks the gated products of experts on a GPU against float64, and times them beside separate products.
 
-Usage: python scripts/check_gated.py [--time]   (status 1: an error above its bar)
+Usage: python scripts/check_gated.py [--time SHAPE ...]   (status 1: an error above its bar)
 
 Each case compares a block's result and the gradients of its input, its rows' weights, down-projections and dense
 weights with float64 on the host; the bar is 1.5 times the error of the plain form ("xla") on the same inputs. Every
@@ -132,9 +132,10 @@ def check(name: str, sizes, width: int, out: int) -> bool:
     return good
 
 
-def time_blocks() -> None:
-    """Prints milliseconds of each shape, gated in the products and apart."""
-    for name, (rows, groups, width, out) in SHAPES.items():
+def time_blocks(names: list[str]) -> None:
+    """Prints milliseconds of each named shape, gated in the products and apart."""
+    for name in names:
+        rows, groups, width, out = SHAPES[name]
         x, ws, adapters, weight, dy = draw(rows, groups, width, out)
         owner = np.random.default_rng(0).integers(0, groups, rows)
         sizes = jnp.asarray(np.bincount(owner, minlength=groups), jnp.int32)
@@ -151,9 +152,9 @@ def time_blocks() -> None:
 def main() -> int:
     """Runs every case."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--time", action="store_true", help="time real models' blocks instead")
-    if parser.parse_args().time:
-        time_blocks()
+    parser.add_argument("--time", nargs="+", choices=SHAPES, default=[], help="time real models' blocks instead")
+    if names := parser.parse_args().time:
+        time_blocks(names)
         return 0
     good = [
         check(name, sizes, *widths) for i, (name, sizes) in enumerate(ROUTINGS.items()) for widths in WIDTHS[i % 2 :: 2]
