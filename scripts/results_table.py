@@ -15,8 +15,19 @@ BEGIN, END = "<!-- results: written by scripts/results_table.py -->", "<!-- end 
 PAGE = "scripts/results/RESULTS.md"
 BY_ITSELF = ("compile_s", "mfu", "plan_gib")
 OURS, PLAIN = ("gymjax", "mosaic_gpu", "jax_triton"), ("naive", "xla")
+STEPS = ("train", "proof")  # whole ones come first, kernels then
 CASE = ("bench", "case", "metric")
 KEYS = ("bench", "case", "implementation", "metric", "peer", "device")
+METRICS = {  # in the order of the columns
+    "tok_s": "tokens/s",
+    "tflops_fwd": "forward, TFLOP/s",
+    "tflops_fwd_bwd": "with gradients, TFLOP/s",
+    "tflops_dx": "of x, TFLOP/s",
+    "tflops_dw": "of weights, TFLOP/s",
+    "gbps": "forward, GB/s",
+    "gbps_bwd": "gradients, GB/s",
+    "peak_gib": "peak, GiB",
+}
 PICTURES = {
     "ladder.png": "A QLoRA step, one kind of kernel after the other, beside the torch stack's in the same run "
     "(scripts/bench_train.py ladder)",
@@ -74,30 +85,44 @@ def table(rows: list[dict]) -> str:
 
 
 def wins(rows: list[dict]) -> str:
-    """Return a table of each case beside the best of the peers timed with it; "xla" is ours where no other is.
+    """Return a table for each bench: cases beside the best of the peers timed with them; "xla" is ours where it runs.
 
-    `copy`, the rate at which the run read and wrote memory, is no peer but a roof; another run of ours is none either.
+    `copy`, the rate at which the run read and wrote memory, is no peer but a roof; other forms of ours are none either.
     """
     ours = {row["bench"] for row in rows if row["implementation"] in OURS}
-    groups: dict[tuple[str, ...], list[dict]] = {}
+    groups: dict[str, dict[str, dict[str, list[dict]]]] = {}
     for row in rows:
         mine = row["implementation"] in OURS or (row["bench"] not in ours and row["implementation"] == "xla")
         if mine and row["ratio"] is not None and row["metric"] not in BY_ITSELF:
-            groups.setdefault(tuple(str(row[name]) for name in (*CASE, "implementation")), []).append(row)
-    lines = ["| bench | case | metric | ours | best other | | ratio | of copy |", "|" + "---|" * 8]
-    for (bench, case, metric, name), found in sorted(groups.items()):
-        newest = max(str(row["time"]) for row in found)
-        copies = [row for row in found if row["peer"] == "copy"]
-        peers = [row for row in found if row["peer"] != "copy" and not row["peer"].startswith("gymjax")]
-        if not peers:
-            continue
-        best = min(peers, key=lambda row: row["ratio"])
-        share = f"{copies[0]['ratio']:.0%}" if copies and str(copies[0]["time"])[:10] == newest[:10] else ""
-        texts = (bench, case, metric, f"{cell(best['value'])} ({name})", cell(best["peer_value"]), best["peer"])
-        lines.append("| " + " | ".join((*texts, f"{best['ratio']:.3g}", share)) + " |")
-    if len(lines) == 2:
+            cases = groups.setdefault(row["bench"], {})
+            cases.setdefault(row["case"], {}).setdefault(row["metric"], []).append(row)
+    parts = []
+    for bench, cases in sorted(groups.items(), key=lambda item: (item[0] not in STEPS, item[0])):
+        told = {case: {name: text for name, found in of.items() if (text := best(found))} for case, of in cases.items()}
+        metrics = [name for name in METRICS if any(name in of for of in told.values())]
+        metrics += sorted({name for of in told.values() for name in of} - {*metrics})
+        if metrics:
+            lines = [f"| {bench} | " + " | ".join(METRICS.get(name, name) for name in metrics) + " |"]
+            lines.append("|" + "---|" * (len(metrics) + 1))
+            lines += [
+                f"| {case} | " + " | ".join(of.get(name, "") for name in metrics) + " |" for case, of in told.items()
+            ]
+            parts.append("\n".join(lines))
+    if not parts:
         return "No measurement has been recorded yet."
-    return "\n".join([*lines, "", "A ratio above 1 is better than the best other, timed in the same run."])
+    legend = "Each cell: ours, the best other timed in the same run, and **how many times better ours is**; (of copy)."
+    return "\n\n".join([legend, *parts])
+
+
+def best(found: list[dict]) -> str:
+    """Return what a cell says of one metric of one case; nothing where no peer was timed."""
+    peers = [row for row in found if not row["peer"].startswith(("copy", *OURS))]
+    if not peers:
+        return ""
+    row = min(peers, key=lambda row: row["ratio"])
+    copies = [each for each in found if each["peer"] == "copy" and str(each["time"])[:10] == str(row["time"])[:10]]
+    share = f" ({copies[0]['ratio']:.0%})" if copies else ""
+    return f"{cell(row['value'])}, {cell(row['peer_value'])} {row['peer']}: **{row['ratio']:.3g}**{share}"
 
 
 def pictures(folder: Path, where: str) -> str:

@@ -54,6 +54,7 @@ def attention() -> None:
             ),
             *(q, k, v),
         )
+        print(f"attention, width {width}, deterministic {deterministic}: ran", flush=True)
 
 
 def groups() -> None:

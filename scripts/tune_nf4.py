@@ -1,4 +1,4 @@
-"""Times products with NF4 weights on a GPU: the turned kernel's forms beside the other ways and the bf16 product.
+"""Times products with NF4 weights on a GPU: the turned kernel's forms beside decoding beforehand and the bf16 product.
 
 Usage: python scripts/tune_nf4.py [CASE ...] [--rows M ...] [--forms NAME ...]
 
@@ -35,19 +35,12 @@ from pallas_kernels.nf4_linear.mosaic_gpu_turned import suitable_turned
 
 CHANGES: dict[str, dict[str, Any]] = {
     "turned": {},
-    "alone": {"pair": False},
-    "3 slots": {"stages": 3},
-    "128 rows": {"rows": 128, "stages": 6},
-    "256 rows": {"rows": 256, "stages": 4},
-    "whole tiles": {"unit": None},
-    "one adds": {"exchange": False},
     "by shuffles": {"tables": False},
-    "whole tiles by shuffles": {"unit": None, "tables": False},
-    "1 word permuted": {"tables": False, "permuted": 1},
-    "2 words permuted": {"tables": False, "permuted": 2},
-    "3 words permuted": {"tables": False, "permuted": 3},
+    "whole tiles": {"unit": None},
+    "alone": {"pair": False},
+    "128 rows": {"rows": 128, "stages": 8},
 }
-PARTS = {"evenly shared": None, "halves": 2, "quarters": 4}
+PARTS = {"evenly shared": None, "halves": 2}
 
 
 def forms(w: NF4Weight, rows: int, *, transpose: bool) -> dict[str, Callable[..., Any]]:
@@ -62,12 +55,11 @@ def forms(w: NF4Weight, rows: int, *, transpose: bool) -> dict[str, Callable[...
             x, packed, dequantize(dataclasses.replace(w, **arrays), x.dtype, implementation="mosaic_gpu")
         )
 
-    def inside(x, packed, dense, tiles=None):
+    def inside(x, packed, dense, tiles):
         return mosaic_gpu.fused(x, packed, w.shape, transpose=transpose, tiles=tiles)
 
     suitable = suitable_turned(rows, *(w.shape if transpose else w.shape[::-1]))
-    suitable = dataclasses.replace(suitable, tables=suitable.tables and not transpose)  # there they change nothing
-    found: dict[str, Callable[..., Any]] = {"bf16": dense_product, "beforehand": beforehand, "inside": inside}
+    found: dict[str, Callable[..., Any]] = {"bf16": dense_product, "beforehand": beforehand}
     steps = w.shape[0 if transpose else 1] // DEPTH
     units: dict[str, dict[str, Any]] = {name: {"unit": steps // parts if parts else 2} for name, parts in PARTS.items()}
     for name, change in (CHANGES | units).items():

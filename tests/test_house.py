@@ -141,7 +141,8 @@ def test_results_table_shows_the_newest_line_of_each_measurement(tmp_path):
     }
     peers = {"naive": 1.2, "liger": 1.1, "copy": 0.9}
     text = results_table.wins([shared | {"peer": name, "peer_value": 1.0, "ratio": r} for name, r in peers.items()])
-    assert text.splitlines()[2] == "| rope | c | gbps | 3,000 (xla) | 1 | liger | 1.1 | 90% |"
+    assert text.splitlines()[2] == "| rope | forward, GB/s |"
+    assert text.splitlines()[4] == "| c | 3,000, 1 liger: **1.1** (90%) |"
 
 
 def test_recorded_lines_are_whole():

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from gymjax.models import remat as kept
 from gymjax.models.block import Block
 from gymjax.models.decoder_config import DecoderConfig
-from gymjax.models.in_place import scan_in_place
+from gymjax.models.in_place import scan_in_place, without_gradient
 from gymjax.models.offload import scan_offloaded
 from gymjax.nn.attention import LayerCache, RopeTables
 from gymjax.nn.linear import Linear
@@ -120,7 +120,7 @@ class Decoder(nnx.Module):
             key: randomness of the adapters' dropout; None turns it off.
             remat: "none" keeps activations, "full" recomputes whole layers, "selective" keeps all names, names of
                 SAVED_NAMES joined by commas keep those, "offload" is "full" with the layers' inputs in the host's
-                memory. But for "none", only Trained weights get gradients where a model has some.
+                memory. But for "none", only Trained weights get gradients where a model has some; of others they raise.
             attention: flash-attention implementation; None picks the fastest.
             counted_BT: tokens that count in the routers' statistics; None: none are made.
             fused_ops: norms, rotations and gates as kernels with gradients of their own, and what layers keep written
@@ -220,14 +220,15 @@ def _scan_stack(run, blocks: nnx.List, x_BTD: Array, kv, key: jax.Array | None, 
         (x_BTD, _), stats = body((x_BTD, kv), *layer)
         return x_BTD, stats
 
+    why = f"with remat={remat!r} only Trained weights have one; declare it Trained, or use 'none'"
     if remat == "offload":
-        x_BTD, stats = scan_offloaded(without_cache, x_BTD, trained, rest)
+        x_BTD, stats = scan_offloaded(without_cache, x_BTD, trained, without_gradient(why, rest))
         return x_BTD, kv, stats
     run_layer = body
     if remat != "none":
         policy = kept.policy(remat)
         if fused_ops and jax.tree.leaves(trained):  # where none is declared, all weights may be differentiated
-            x_BTD, stats = scan_in_place(without_cache, x_BTD, trained, rest, policy)
+            x_BTD, stats = scan_in_place(without_cache, x_BTD, trained, without_gradient(why, rest), policy)
             return x_BTD, kv, stats
         run_layer = jax.checkpoint(body, prevent_cse=False, policy=policy)
     (x_BTD, kv), stats = jax.lax.scan(lambda carry, layer: run_layer(carry, *layer), (x_BTD, kv), (trained, rest))

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 from jax.extend import core
 from jaxtyping import Array
 
@@ -71,6 +72,27 @@ def scan_in_place(body: Body, x: Array, trained: Any, rest: Any, policy: Callabl
 
     run.defvjp(forward, backward)
     return run(x, trained, rest)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def without_gradient(why: str, tree: Any) -> Any:
+    """The pytree; differentiating by a part of it is a TypeError that names the part and says `why`.
+
+    What a custom gradient does not give is zero otherwise, without a word.
+    """
+    del why
+    return tree
+
+
+def _refuse_tangents(why: str, primals: tuple, tangents: tuple) -> Any:
+    found = jax.tree_util.tree_leaves_with_path(tangents[0])
+    names = [jax.tree_util.keystr(path) for path, leaf in found if not isinstance(leaf, SymbolicZero)]
+    if names:
+        raise TypeError(f"no gradient by {', '.join(names)}: {why}")
+    return primals[0], tangents[0]
+
+
+without_gradient.defjvp(_refuse_tangents, symbolic_zeros=True)
 
 
 def _empty(layers: int, like: Any) -> Array:

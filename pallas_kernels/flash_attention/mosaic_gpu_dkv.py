@@ -17,6 +17,7 @@ from jax import lax
 from pallas_kernels._hopper import WARPGROUPS, drain, launch, swizzled
 from pallas_kernels.flash_attention.bounds import query_tiles
 from pallas_kernels.flash_attention.mosaic_gpu_tiles import (
+    Order,
     Scores,
     add,
     anew,
@@ -109,12 +110,13 @@ def backward_dkv(q, k, v, dout, lse, delta, lo, hi, *, scores: Scores, tiles: Dk
         raise ValueError(f"T={tokens} must be a multiple of {stream} and S={keys} of {rows}; pad them")
     ranges = query_tiles(lo, hi, keys, stream, rows)
     shared = 0 if lo.shape[0] == 1 else 1
+    order = Order.of(kv_heads, kv_heads, keys // rows, batch, rows)
 
     def kernel(refs, scratch):
         q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, lo_ref, hi_ref, ranges_ref, dk_ref, dv_ref = refs
         buffers, own_ready, ready, free = scratch
         k_smem, v_smem, q_smem, dout_smem, lse_smem, delta_smem, lo_smem, hi_smem, staging2 = buffers
-        kv_head, k_tile, row = lax.axis_index("heads"), lax.axis_index("tiles"), lax.axis_index("batch")
+        kv_head, k_tile, row = order.place()
         warpgroup = lax.axis_index("warpgroup")
         bounds_row = row * shared
         span = tuple(ranges_ref[bounds_row, k_tile, i] for i in range(4))
@@ -192,5 +194,5 @@ def backward_dkv(q, k, v, dout, lse, delta, lo, hi, *, scores: Scores, tiles: Dk
         ),
         *(q, k, v, dout, lse, delta, lo, hi, ranges),
         out_type=[k, v],
-        grid={"heads": kv_heads, "tiles": keys // rows, "batch": batch},
+        grid=order.grid,
     )

@@ -18,7 +18,7 @@ from jax import lax
 from pallas_kernels._hopper import WARPGROUPS, filled, launch, swizzled
 from pallas_kernels.flash_attention.bounds import query_tiles
 from pallas_kernels.flash_attention.mosaic_gpu_dkv import stream_queries
-from pallas_kernels.flash_attention.mosaic_gpu_tiles import Scores, add, by_column, visit, weights_by_key
+from pallas_kernels.flash_attention.mosaic_gpu_tiles import Order, Scores, add, by_column, visit, weights_by_key
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,13 +49,14 @@ def backward_dkv_wide(q, k, v, dout, lse, delta, lo, hi, *, scores: Scores, tile
         raise ValueError(f"T={tokens} must be a multiple of {stream} and S={keys} of {own}; pad them")
     ranges = query_tiles(lo, hi, keys, stream, own)
     shared = 0 if lo.shape[0] == 1 else 1
+    order = Order.of(kv_heads, kv_heads, keys // own, batch, own)
 
     def kernel(refs, scratch):
         q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, lo_ref, hi_ref, ranges_ref, dk_ref, dv_ref = refs
         buffers, own_ready, ready, free, (slope_ready, slope_free) = scratch
         k_smem, v_smem, q_smem, dout_smem, floats_smem, bounds_smem, slope_smem, staging2 = buffers
         (lse_smem, delta_smem), (lo_smem, hi_smem) = ((smem.at[0], smem.at[1]) for smem in (floats_smem, bounds_smem))
-        kv_head, k_tile, row = lax.axis_index("heads"), lax.axis_index("tiles"), lax.axis_index("batch")
+        kv_head, k_tile, row = order.place()
         warpgroup = lax.axis_index("warpgroup")
         bounds_row = row * shared
         span = tuple(ranges_ref[bounds_row, k_tile, i] for i in range(4))
@@ -181,6 +182,6 @@ def backward_dkv_wide(q, k, v, dout, lse, delta, lo, hi, *, scores: Scores, tile
         ),
         *(q, k, v, dout, lse, delta, lo, hi, ranges),
         out_type=[k, v],
-        grid={"heads": kv_heads, "tiles": keys // own, "batch": batch},
+        grid=order.grid,
         reduction_bytes=0,
     )

@@ -13,7 +13,16 @@ from jax import lax
 
 from pallas_kernels._hopper import WARPGROUPS, drain, launch, swizzled
 from pallas_kernels.flash_attention.bounds import key_tiles
-from pallas_kernels.flash_attention.mosaic_gpu_tiles import Scores, add, anew, by_row, index_along, two_products, visit
+from pallas_kernels.flash_attention.mosaic_gpu_tiles import (
+    Order,
+    Scores,
+    add,
+    anew,
+    by_row,
+    index_along,
+    two_products,
+    visit,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,13 +68,14 @@ def backward_dq(q, k, v, dout, lse, delta, lo, hi, *, scores: Scores, tiles: DqT
         raise ValueError(f"T={tokens} must be a multiple of {rows} and S={keys} of {stream}; pad them")
     ranges = key_tiles(lo, hi, rows, stream)
     shared = 0 if lo.shape[0] == 1 else 1
+    order = Order.of(heads, kv_heads, tokens // rows, batch, rows)
 
     def kernel(refs, scratch):
         q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, lo_ref, hi_ref, ranges_ref, dq_ref = refs
         buffers, own_ready, ready, free = scratch
         q_smem, dout_smem, k_smem, v_smem, lse_smem, delta_smem, lo_smem, hi_smem, staging2 = buffers
-        head, row = lax.axis_index("heads"), lax.axis_index("batch")
-        q_tile = tokens // rows - 1 - lax.axis_index("tiles")  # causal rows: the longest work first
+        head, tile, row = order.place()
+        q_tile = tokens // rows - 1 - tile  # causal rows: the longest work first
         warpgroup = lax.axis_index("warpgroup")
         kv_head = lax.div(head, jnp.int32(heads // kv_heads))
         bounds_row = row * shared
@@ -154,5 +164,5 @@ def backward_dq(q, k, v, dout, lse, delta, lo, hi, *, scores: Scores, tiles: DqT
         ),
         *(q, k, v, dout, lse, delta, lo, hi, ranges),
         out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
-        grid={"heads": heads, "tiles": tokens // rows, "batch": batch},
+        grid=order.grid,
     )

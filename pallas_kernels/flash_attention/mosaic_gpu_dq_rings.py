@@ -15,7 +15,7 @@ from jax import lax
 
 from pallas_kernels._hopper import WARPGROUPS, drain, launch, swizzled
 from pallas_kernels.flash_attention.bounds import key_tiles
-from pallas_kernels.flash_attention.mosaic_gpu_tiles import Scores, add, anew, by_row, index_along, visit
+from pallas_kernels.flash_attention.mosaic_gpu_tiles import Order, Scores, add, anew, by_row, index_along, visit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,14 +47,15 @@ def backward_dq_rings(q, k, v, dout, lse, delta, lo, hi, *, scores: Scores, tile
         raise ValueError(f"T={tokens} must be a multiple of {rows} and S={keys} of {stream}; pad them")
     ranges = key_tiles(lo, hi, rows, stream)
     shared = 0 if lo.shape[0] == 1 else 1
+    order = Order.of(heads, kv_heads, tokens // rows, batch, rows)
 
     def kernel(refs, scratch):
         q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, lo_ref, hi_ref, ranges_ref, dq_ref = refs
         buffers, own_ready, (k_ready, v_ready), (k_free, v_free) = scratch
         q_smem, dout_smem, k_smem, v_smem, floats_smem, bounds_smem, staging2 = buffers
         (lse_smem, delta_smem), (lo_smem, hi_smem) = ((smem.at[0], smem.at[1]) for smem in (floats_smem, bounds_smem))
-        head, row = lax.axis_index("heads"), lax.axis_index("batch")
-        q_tile = tokens // rows - 1 - lax.axis_index("tiles")  # causal rows: the longest work first
+        head, tile, row = order.place()
+        q_tile = tokens // rows - 1 - tile  # causal rows: the longest work first
         warpgroup = lax.axis_index("warpgroup")
         kv_head = lax.div(head, jnp.int32(heads // kv_heads))
         bounds_row = row * shared
@@ -153,6 +154,6 @@ def backward_dq_rings(q, k, v, dout, lse, delta, lo, hi, *, scores: Scores, tile
         ),
         *(q, k, v, dout, lse, delta, lo, hi, ranges),
         out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
-        grid={"heads": heads, "tiles": tokens // rows, "batch": batch},
+        grid=order.grid,
         reduction_bytes=0,
     )

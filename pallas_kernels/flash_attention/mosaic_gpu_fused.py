@@ -20,7 +20,7 @@ from jax import lax
 
 from pallas_kernels._hopper import WARPGROUPS, drain, filled, launch_in_place, swizzled
 from pallas_kernels.flash_attention.bounds import query_tiles
-from pallas_kernels.flash_attention.mosaic_gpu_tiles import Scores, add, anew, by_column, visit, weights_by_key
+from pallas_kernels.flash_attention.mosaic_gpu_tiles import Order, Scores, add, anew, by_column, visit, weights_by_key
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,13 +70,14 @@ def backward_fused(q, k, v, dout, lse, delta, lo, hi, *, scores: Scores, tiles: 
     dq_shape = (stream // WARPGROUPS, width) if by_query else (stream, width // WARPGROUPS)
     ranges = query_tiles(lo, hi, keys, stream, rows)
     shared = 0 if lo.shape[0] == 1 else 1
+    order = Order.of(kv_heads, kv_heads, keys // rows, batch, rows)
 
     def kernel(refs, scratch):
         q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, lo_ref, hi_ref, ranges_ref, dq_ref, dk_ref, dv_ref = refs
         buffers, (own_ready, q_ready, dout_ready), free, exchanged, done = scratch
         k_smem, v_smem, q_smem, dout_smem, lse_smem, delta_smem, lo_smem, hi_smem, *others = buffers
         dscore_smem, dq_smem, staging2 = others
-        kv_head, k_tile, row = lax.axis_index("heads"), lax.axis_index("tiles"), lax.axis_index("batch")
+        kv_head, k_tile, row = order.place()
         warpgroup = lax.axis_index("warpgroup")
         bounds_row = row * shared
         span = tuple(ranges_ref[bounds_row, k_tile, i] for i in range(4))
@@ -235,7 +236,7 @@ def backward_fused(q, k, v, dout, lse, delta, lo, hi, *, scores: Scores, tiles: 
         ),
         *(q, k, v, dout, lse, delta, lo, hi, ranges),
         out=(sums, lax.empty(k.shape, k.dtype), lax.empty(v.shape, v.dtype)),
-        grid={"heads": kv_heads, "tiles": keys // rows, "batch": batch},
+        grid=order.grid,
         auto_barriers=False,
     )
     dq = dq.sum(0) if tiles.staged else dq

@@ -11,6 +11,8 @@ from jax import lax
 from pallas_kernels.flash_attention.mosaic_gpu_tanh import power_of_tanh, tanh
 
 LOG2E = math.log2(math.e)
+LAST = 4096  # tokens at the end of each row whose tiles are done after all others, where that is half a row or more
+FEW_ROWS = 16  # rows of keys, of all heads: of more, tiles of few would share what they stream
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +52,50 @@ class Scores:
     def chain(self, weight, squashed):
         """`weight` times the derivative of the score by `scale * p`."""
         return weight if self.softcap is None else weight * (1.0 - squashed * squashed)
+
+
+@dataclasses.dataclass(frozen=True)
+class Order:
+    """The blocks of a backward kernel in the order in which they start, one for each tile of each head of each row.
+
+    Head after head, so that blocks at work at a time stream the same rows from the L2 cache; but of few and short rows
+    the last tiles of all heads, the shortest work under a causal mask, at the end, tile after tile, so that
+    multiprocessors end together.
+
+    Attributes:
+        heads: that own tiles.
+        tiles: of each.
+        batch: rows.
+        last: how many tiles of each come at the end.
+    """
+
+    heads: int
+    tiles: int
+    batch: int
+    last: int
+
+    @classmethod
+    def of(cls, heads: int, kv_heads: int, tiles: int, batch: int, rows: int) -> "Order":
+        """The order for tiles of so many rows."""
+        short = tiles * rows <= 2 * LAST and kv_heads * batch <= FEW_ROWS
+        return cls(heads, tiles, batch, min(tiles, LAST // rows) if short else 0)
+
+    @property
+    def grid(self) -> dict[str, int]:
+        """For launching."""
+        return {"blocks": self.heads * self.tiles * self.batch}
+
+    def place(self):
+        """(head, tile, row) of this block."""
+        first = self.tiles - self.last
+        before_end = self.heads * first * self.batch
+        block = lax.axis_index("blocks")
+        at_end = block >= before_end
+        block = jnp.where(at_end, block - before_end, block)
+        rest, row = lax.div(block, jnp.int32(self.batch)), lax.rem(block, jnp.int32(self.batch))
+        span = jnp.where(at_end, self.heads, first)
+        outer, inner = lax.div(rest, span), lax.rem(rest, span)
+        return jnp.where(at_end, inner, outer), jnp.where(at_end, first + outer, inner), row
 
 
 def by_row(smem, shape: tuple[int, int]):

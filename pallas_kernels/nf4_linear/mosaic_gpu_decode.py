@@ -19,7 +19,7 @@ from jax import lax
 from jax.experimental.mosaic.gpu import utils
 from jax.typing import DTypeLike
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, gpu, memref, vector
+from jaxlib.mlir.dialects import arith, gpu, llvm, memref, vector
 
 from pallas_kernels.nf4_linear.reference import DYNAMIC_CODE, NESTED_BLOCK, NF4_CODE
 
@@ -87,10 +87,20 @@ def load_scales(refs: Scales, first, stride: int, columns: int, *, staged: bool)
 
 def load_scales_at(refs: Scales, index, *, staged: bool):
     """Likewise of the blocks that (128,) int32 `index` names."""
-    absmax = _gather(refs.absmax, index, staged=staged)
-    if absmax.dtype != jnp.uint8:
-        return absmax, absmax
-    return absmax, _gather(refs.nested, index >> (NESTED_BLOCK.bit_length() - 1), staged=staged)
+    absmax = load_absmax_at(refs, index, staged=staged)
+    return absmax, load_factor_at(refs, index, staged=staged)
+
+
+def load_absmax_at(refs: Scales, index, *, staged: bool):
+    """Asks for the absmax of those blocks, (128,)."""
+    return _gather(refs.absmax, index, staged=staged)
+
+
+def load_factor_at(refs: Scales, index, *, staged: bool):
+    """Asks for the factor of their nested blocks, (128,) f32; without double quantization any number."""
+    if refs.absmax.dtype != jnp.uint8:
+        return jnp.zeros_like(index, jnp.float32)
+    return _gather(refs.nested, index >> (NESTED_BLOCK.bit_length() - 1), staged=staged)
 
 
 def finish_scales(refs: Scales, absmax, factor, offset, *, staged: bool):
@@ -180,6 +190,11 @@ def loads_first() -> None:
         utils.warpgroup_barrier()
 
     barrier()
+
+
+def use(words: list) -> None:
+    """Inside inline_mgpu, an instruction that reads words: the compiler must have them by then, and keep them."""
+    llvm.inline_asm(ir.Type.parse("!llvm.void"), words, "", ",".join("r" * len(words)), has_side_effects=True)
 
 
 def threads():

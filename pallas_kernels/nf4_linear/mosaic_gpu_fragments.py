@@ -9,11 +9,13 @@ Where the sum runs along I (`x @ W.T`), a tile is 128 rows of the weight by 64 c
 Where it runs along O (`dy @ W`), it is 64 by 128: the operand's rows are the weight's columns, and each step along the
 sum has a scale of its own, in both operands.
 
-With `tables` along I, the loading warpgroup leaves a table of products for each row in place of its scale
+With `tables` the loading warpgroup leaves a table of products for each block in place of its scale
 (mosaic_gpu_tables.py), and no shuffle is needed.
 
 The interpreter runs no inline assembly: with `staged`, codes stay as they are and plain array operations decode.
 """
+
+import itertools
 
 import jax.experimental.mosaic.gpu as mgpu
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -34,11 +36,18 @@ from pallas_kernels.nf4_linear.mosaic_gpu_decode import (
     scaled_pair,
     shuffle,
     threads,
+    use,
     word,
 )
+from pallas_kernels.nf4_linear.mosaic_gpu_tables import (
+    ROW,
+    look_up_in_memory,
+    look_up_in_planes,
+    planes_of,
+    table_of,
+)
 from pallas_kernels.nf4_linear.mosaic_gpu_tables import WORDS as TABLE
-from pallas_kernels.nf4_linear.mosaic_gpu_tables import look_up as look_up_in_table
-from pallas_kernels.nf4_linear.mosaic_gpu_tables import look_up_values, table_of, transposed, words_of
+from pallas_kernels.nf4_linear.mosaic_gpu_words import load, store, times, total, transposed, vector_of, words_of
 
 ROWS, DEPTH = 64, 64  # of one operand: a warpgroup's
 FRAGMENTS = 2  # operands of a tile, each another warpgroup's
@@ -81,9 +90,45 @@ def scales_memory(stages: int, *, tables: bool, staged: bool):
 def block_of_thread(stride: int, transpose: bool):
     """(128,) int32: from the tile's first, the block whose scale a thread of the loading warpgroup finds.
 
-    Along I, each row of the tile has one. Along O, neighbouring threads have the two of a row, which lie in one line.
+    Along I, each row of the tile has one. Along O, neighbouring threads have the two of a row, which lie in one line,
+    and four such pairs have rows two apart, whose tables fill shared memory's banks.
     """
-    return (threads() >> 1) * stride + (threads() & 1) if transpose else threads() * stride
+    if not transpose:
+        return threads() * stride
+    row = (threads() >> 4) * 8 + (threads() >> 1 & 3) * 2 + (threads() >> 3 & 1)
+    return row * stride + (threads() & 1)
+
+
+def arrived(codes, scales, *, transpose: bool, staged: bool):
+    """Waits for what has been loaded of two tiles, and brings together what threads of `decode_operand` need.
+
+    The assembler has few counters for loads in flight, and waits for all that share one: for loads that this one's
+    users come before it must not wait.
+
+    Args:
+        codes: two of (rows, columns / 2) uint8 in `wide_layout`.
+        scales: two of (SCALES,) f32.
+        transpose: whether the sum runs along O.
+        staged: whether array operations decode; then codes stay as they are.
+
+    Returns:
+        For each tile (WORDS,) int32, of each thread 8 words, for `store_tile`.
+    """
+    if staged:
+        return codes
+    arrange = _arrange_along_o if transpose else _arrange_along_i
+    wide, held = wide_layout(transpose), plgpu.Layout.WG_STRIDED((WORDS,), vec_size=1)
+    result = plgpu.ShapeDtypeStruct((WORDS,), jnp.int32, held)
+
+    @plgpu.inline_mgpu(arg_types=(wide, wide, EACH, EACH), return_type=(result, result))
+    def run(_, first, second, *scales):
+        tiles = [arrange([words_of(register) for register in one.registers.flat]) for one in (first, second)]
+        use([*itertools.chain(*tiles), *(utils.bitcast(element(one), word()) for one in scales)])
+        utils.warpgroup_barrier()
+        vectors = [np.array([vector_of([one]) for one in words], object) for words in tiles]
+        return tuple(mgpu.FragmentedArray(_registers=v, _layout=held.to_mgpu(), _is_signed=True) for v in vectors)
+
+    return run(*codes, *scales)
 
 
 def store_tile(
@@ -92,34 +137,39 @@ def store_tile(
     """Leaves a tile's codes and scales in shared memory, for `decode_operand`.
 
     Args:
-        codes: (rows, columns / 2) uint8 in `wide_layout`.
+        codes: of `arrived`.
         scales: (SCALES,) f32, those of each thread's `block_of_thread`; left by columns of blocks.
         codes_ref: a slot of `codes_memory`.
         scales_ref: a slot of `scales_memory`.
         dtype: of the decoded weight.
         transpose: whether the sum runs along O.
-        tables: whether products are left in place of scales; not along O.
+        tables: whether products are left in place of scales.
         staged: whether array operations decode.
     """
     if staged:
         codes_ref[...] = codes
-        scales_ref[...] = scales.reshape(ROWS, FRAGMENTS).T.reshape(SCALES) if transpose else scales
+        scales_ref[...] = scales.reshape(8, 2, 4, 2).transpose(3, 0, 2, 1).reshape(SCALES) if transpose else scales
         return
     place = _place_along_o if transpose else _place_along_i
+    held = plgpu.Layout.WG_STRIDED((WORDS,), vec_size=1)
 
-    @plgpu.inline_mgpu(arg_types=(wide_layout(transpose), EACH, plgpu.RefType(), plgpu.RefType()))
-    def store(_, codes, scales, codes_ref, scales_ref):
+    @plgpu.inline_mgpu(arg_types=(held, EACH, plgpu.RefType(), plgpu.RefType()))
+    def place_all(_, codes, scales, codes_ref, scales_ref):
         thread = arith.remui(utils.thread_idx(), i32(THREADS))
-        place([_words(register) for register in codes.registers.flat], utils.memref_ptr(codes_ref), thread)
+        words = [vector.extract(register, [], [0]) for register in codes.registers.flat]
+        place(words, utils.memref_ptr(codes_ref), thread)
         pointer, scale = utils.memref_ptr(scales_ref), element(scales)
         if not tables:
-            row, column = arith.divui(thread, i32(FRAGMENTS)), arith.remui(thread, i32(FRAGMENTS))
-            _store(pointer, _sum(row, _times(column, ROWS)) if transpose else thread, scale)
+            store(pointer, _scale_along_o(thread) if transpose else thread, scale)
             return
-        for half, four in enumerate(table_of(scale, jnp.dtype(dtype))):
-            _store(pointer, _table_at(half, thread), _vector(four))
+        table = table_of(scale, jnp.dtype(dtype))
+        if transpose:
+            _store_table_along_o(table, pointer, thread)
+            return
+        for half, four in enumerate(planes_of(table)):
+            store(pointer, _table_at(half, thread), vector_of(four))
 
-    store(codes, scales, codes_ref, scales_ref)
+    place_all(codes, scales, codes_ref, scales_ref)
 
 
 def decode_operand(
@@ -131,7 +181,6 @@ def decode_operand(
     dtype: DTypeLike,
     transpose: bool,
     tables: bool,
-    permuted: int = 0,
     staged: bool,
 ):
     """A warpgroup's operand (ROWS, DEPTH) of a tile: `values[code] * scale` rounded once.
@@ -144,8 +193,6 @@ def decode_operand(
         dtype: bfloat16 or float16.
         transpose: whether the sum runs along O.
         tables: as for `store_tile`.
-        permuted: of a thread's four words of codes, so many are looked up by permutations of bytes where there are no
-            tables, the others by shuffles.
         staged: whether plain array operations do it.
     """
     dtype = jnp.dtype(dtype)
@@ -162,46 +209,47 @@ def decode_operand(
         codes, scales = (utils.memref_ptr(ref) for ref in (codes_ref, scales_ref))
         registers = np.empty(layout.to_mgpu().registers_shape((ROWS, DEPTH)), dtype=object)
         if tables:
-            registers.flat = fragment_by_tables(codes, scales, thread, dtype)
+            by_tables = fragment_along_o_by_tables if transpose else fragment_along_i_by_tables
+            registers.flat = by_tables(codes, scales, thread, dtype)
         else:
             fragment = fragment_along_o if transpose else fragment_along_i
-            registers.flat = fragment(codes, scales, thread, _numbers(values, permuted), dtype)
+            registers.flat = fragment(codes, scales, thread, values, dtype)
         array = mgpu.FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=None)
         return fragmented_array.optimization_barrier(array)  # before whatever waits for the products in flight
 
     return look_up(codes_ref, scales_ref, values)
 
 
-def fragment_along_i(codes, scales, thread, numbers, dtype) -> list:
+def fragment_along_i(codes, scales, thread, values, dtype) -> list:
     """A thread's registers of the operand, 8 neighbours of the sum after each other, of each row r and row r + 8."""
     warp, lane, row = _thread(thread)
-    first = [_load(scales, arith.addi(row, i32(half * 8)), ir.F32Type.get()) for half in range(2)]
+    first = [load(scales, arith.addi(row, i32(half * 8)), ir.F32Type.get()) for half in range(2)]
     found: dict = {}
     for half in range(2):
         for chunk in range(2):
-            code = _load(codes, _along_i(warp, half, chunk, lane), word())
-            number = numbers(2 * half + chunk, code)
+            code = load(codes, _along_i(warp, half, chunk, lane), word())
+            number = _numbers(values, code)
             for byte in range(4):
                 two = number[2 * byte + 1], number[2 * byte]
                 found[4 * chunk + byte, half] = scaled_pair(two, (first[half],) * 2, dtype)
     return [found[eight, half] for eight in range(8) for half in range(2)]
 
 
-def fragment_by_tables(codes, tables, thread, dtype) -> list:
+def fragment_along_i_by_tables(codes, tables, thread, dtype) -> list:
     """Likewise, by tables in place of scales."""
     warp, lane, row = _thread(thread)
     four = ir.VectorType.get((4,), word())
     found: list = [None] * 16
     for half in range(2):
         at = arith.addi(row, i32(half * 8))
-        negative, positive = (words_of(_load(tables, _table_at(sign, at), four)) for sign in range(2))
+        negative, positive = (words_of(load(tables, _table_at(sign, at), four)) for sign in range(2))
         for chunk in range(2):
-            code = _load(codes, _along_i(warp, half, chunk, lane), word())
-            found[8 * chunk + half : 8 * chunk + 8 : 2] = look_up_in_table(code, negative, positive, dtype)
+            code = load(codes, _along_i(warp, half, chunk, lane), word())
+            found[8 * chunk + half : 8 * chunk + 8 : 2] = look_up_in_planes(code, negative, positive, dtype)
     return found
 
 
-def fragment_along_o(codes, scales, thread, numbers, dtype) -> list:
+def fragment_along_o(codes, scales, thread, values, dtype) -> list:
     """Likewise where the sum runs along the weight's rows: the nibbles of a byte are of rows r and r + 8."""
     warp, lane, _ = _thread(thread)
     of_fragment = arith.muli(arith.divui(thread, i32(THREADS)), i32(ROWS))
@@ -209,61 +257,78 @@ def fragment_along_o(codes, scales, thread, numbers, dtype) -> list:
     two = ir.VectorType.get((2,), ir.F32Type.get())
     found = []
     for sixteen in range(4):
-        number = numbers(sixteen, _load(codes, _along_o(warp, sixteen, lane), word()))
+        number = _numbers(values, load(codes, _along_o(warp, sixteen, lane), word()))
         for eight in range(2):
-            both = _load(scales, arith.addi(mine, i32(16 * sixteen + 8 * eight)), two)
+            both = load(scales, arith.addi(mine, i32(16 * sixteen + 8 * eight)), two)
             scale = vector.extract(both, [], [0]), vector.extract(both, [], [1])
             found += [scaled_pair((number[at], number[at + 2]), scale, dtype) for at in (4 * eight + 1, 4 * eight)]
     return found
 
 
-def _place_along_i(words, ref, thread) -> None:
-    """16 bytes of a row become a word for each of the four threads that share the row."""
+def fragment_along_o_by_tables(codes, tables, thread, dtype) -> list:
+    """Likewise, by tables in place of scales."""
+    warp, lane, _ = _thread(thread)
+    mine = times(arith.remui(thread, i32(4)), 4 * TABLE * 0x01010101)
+    of_fragment = times(arith.divui(thread, i32(THREADS)), 4 * TABLE * ROWS)
+    of_fragment = arith.addi(llvm.ptrtoint(word(), tables), of_fragment)
+    found = []
+    for sixteen in range(4):
+        code = load(codes, _along_o(warp, sixteen, lane), word())
+        rows = [(4 * sixteen + byte) * ROW for byte in range(4)]
+        found += look_up_in_memory(code, of_fragment, mine, rows, dtype)
+    return found
+
+
+def _arrange_along_i(words: list) -> list:
+    """Of two rows' 16 bytes, words for each of the four threads that share a row."""
+    return [one for four in words for one in transposed(four)]
+
+
+def _place_along_i(words: list, ref, thread) -> None:
     row, chunk = arith.divui(thread, i32(2)), arith.remui(thread, i32(2))
     lane = arith.muli(arith.remui(row, i32(8)), i32(4))
     warp, half = arith.divui(row, i32(16)), arith.remui(arith.divui(row, i32(8)), i32(2))
-    for fragment, four in enumerate(words):
+    for fragment in range(FRAGMENTS):
         at = _along_i(arith.addi(warp, i32(4 * fragment)), half, chunk, lane)
-        _store(ref, at, _vector(transposed(four)))
+        store(ref, at, vector_of(words[4 * fragment : 4 * fragment + 4]))
 
 
-def _place_along_o(words, ref, thread) -> None:
-    """8 bytes of four rows become words of four bytes for 8 threads, in nibbles of rows r and r + 8 of the operand."""
-    sixteen = arith.divui(thread, i32(WARP))
-    lane = arith.remui(thread, i32(WARP))
-    quarter, warp = arith.divui(lane, i32(8)), arith.remui(lane, i32(8))
+def _arrange_along_o(words: list) -> list:
+    """Of four rows' 8 bytes, words of four bytes for 8 threads, in nibbles of rows r and r + 8 of the operand."""
     high, low = i32(-0x0F0F0F10), i32(0x0F0F0F0F)  # 0xF0F0F0F0 as a signed number
     even, odd = [], []
     for first, second in words:
         even.append(arith.ori(arith.andi(first, high), arith.andi(arith.shrui(second, i32(4)), low)))
         odd.append(arith.ori(arith.andi(arith.shli(first, i32(4)), high), arith.andi(second, low)))
-    for parity, four in enumerate((even, odd)):
-        for pair_of_rows, one in enumerate(transposed(four)):
-            row = 2 * pair_of_rows + parity
-            _store(ref, _along_o(warp, sixteen, arith.addi(quarter, i32(4 * row))), one)
+    return [one for both in zip(transposed(even), transposed(odd), strict=True) for one in both]
+
+
+def _place_along_o(words: list, ref, thread) -> None:
+    sixteen = arith.divui(thread, i32(WARP))
+    lane = arith.remui(thread, i32(WARP))
+    quarter, warp = arith.divui(lane, i32(8)), arith.remui(lane, i32(8))
+    # Addresses that depend on the slot cannot be held in registers from step to step, which are few here.
+    first = arith.addi(llvm.ptrtoint(word(), ref), times(_along_o(warp, sixteen, quarter), 4))
+    for row, one in enumerate(words):
+        at = llvm.inttoptr(llvm.PointerType.get(3), arith.xori(first, i32(16 * row)))
+        llvm.store(one, at, alignment=4)
 
 
 def _along_i(warp, half, chunk, lane):
     """Where a lane's word is; lanes of the two chunks that are stored together use other banks."""
-    plane = _sum(_times(warp, 4), _times(half, 2), chunk)
-    return _sum(_times(plane, WARP), arith.xori(_value(lane), _times(chunk, WARP // 2)))
+    plane = total(times(warp, 4), times(half, 2), chunk)
+    return total(times(plane, WARP), arith.xori(total(lane), times(chunk, WARP // 2)))
 
 
 def _along_o(warp, sixteen, lane):
     """Likewise; of the eight warps."""
-    plane = _sum(_times(warp, 4), sixteen)
-    return _sum(_times(plane, WARP), arith.xori(_value(lane), _times(warp, 4)))
+    plane = total(times(warp, 4), sixteen)
+    return total(times(plane, WARP), arith.xori(total(lane), times(warp, 4)))
 
 
-def _numbers(values, permuted: int):
-    """The function that looks up the f32 values of the eight nibbles of the i-th of a thread's four words of codes."""
-
-    def look_up(i: int, code) -> list:
-        if i < permuted:
-            return look_up_values(code)
-        return [shuffle(values, arith.shrui(code, i32(4 * n)) if n else code, lanes=16) for n in range(8)]
-
-    return look_up
+def _numbers(values, code) -> list:
+    """The f32 values of the eight nibbles of a word of codes, the lowest first."""
+    return [shuffle(values, arith.shrui(code, i32(4 * n)) if n else code, lanes=16) for n in range(8)]
 
 
 def _decode_staged(codes_ref, scales_ref, values, warpgroup, dtype, transpose: bool):
@@ -281,41 +346,26 @@ def _thread(thread):
     return warp, lane, arith.addi(arith.muli(warp, i32(16)), arith.divui(lane, i32(4)))
 
 
-def _words(register) -> list:
-    """The words of a register of bytes."""
-    count = utils.bitwidth(register.type) // 32
-    words = utils.bitcast(register, ir.VectorType.get((count,), word()))
-    return [vector.extract(words, [], [i]) for i in range(count)]
+def _scale_along_o(thread):
+    """Where a thread of the loading warpgroup leaves its scale: by columns of blocks, of each the rows in order."""
+    eight, pair = arith.divui(thread, i32(16)), arith.remui(arith.divui(thread, i32(2)), i32(4))
+    row = total(times(eight, 8), times(pair, 2), arith.remui(arith.divui(thread, i32(8)), i32(2)))
+    return total(row, times(arith.remui(thread, i32(FRAGMENTS)), ROWS))
 
 
-def _load(pointer, index, kind):
-    at = utils.getelementptr(pointer, [index], word())
-    return llvm.load(kind, at, alignment=utils.bitwidth(kind) // 8)
-
-
-def _store(pointer, index, value) -> None:
-    llvm.store(value, utils.getelementptr(pointer, [index], word()), alignment=utils.bitwidth(value.type) // 8)
+def _store_table_along_o(table: list, pointer, thread) -> None:
+    """Leaves a table of four rows two apart side by side, by columns of blocks; of those next to it the other half."""
+    column = arith.remui(thread, i32(FRAGMENTS))
+    four = total(times(arith.divui(thread, i32(8)), 4), arith.remui(arith.divui(thread, i32(2)), i32(4)))
+    at = times(total(four, times(column, ROWS)), TABLE)
+    second = arith.cmpi(arith.CmpIPredicate.ne, column, i32(0))
+    halves = table[: TABLE // 2], table[TABLE // 2 :]
+    for turn in range(2):  # eight threads that store at once fill all banks
+        chosen = [arith.select(second, *both) for both in zip(halves[1 - turn], halves[turn], strict=True)]
+        half = arith.xori(column, i32(turn))
+        store(pointer, total(at, times(half, TABLE // 2)), vector_of(chosen))
 
 
 def _table_at(half: int, row):
     """Where a half of a row's table is: halves apart, so that neighbouring rows' stand side by side."""
-    return _times(_sum(row, half * SCALES), TABLE // 2)
-
-
-def _vector(words: list):
-    return vector.from_elements(ir.VectorType.get((len(words),), word()), words)
-
-
-def _value(number):
-    return i32(number) if isinstance(number, int) else number
-
-
-def _times(number, factor: int):
-    return i32(number * factor) if isinstance(number, int) else arith.muli(number, i32(factor))
-
-
-def _sum(first, *more):
-    total = _value(first)
-    for one in more:
-        total = arith.addi(total, _value(one))
-    return total
+    return times(total(row, half * SCALES), TABLE // 2)

@@ -7,11 +7,11 @@ order of the steps, so that results are the same in every run.
 
 Only a piece's first tile can be one that it does not begin: a piece leaves one part at most, and leaves it before it
 works on what it owns. Pieces go to blocks from the last to the first: a block waits for blocks of lower numbers only,
-which the GPU starts earlier. Where each tile's steps are equal pieces, their blocks exchange parts instead, and each
-adds up as many rows of the tile.
+which the GPU starts earlier.
 """
 
 import dataclasses
+import itertools
 
 import jax.experimental.mosaic.gpu as mgpu
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -64,9 +64,10 @@ class Shares:
         return self.steps > self.unit and any(self.start(piece) % self.steps for piece in range(self.pieces))
 
     @property
-    def equal(self) -> int:
-        """Of how many parts all tiles are, each part a piece of its own; 0 where that is not so."""
-        return self.steps // self.unit if self.steps > self.unit and self.pieces == self.units else 0
+    def tiles(self) -> int:
+        """Of how many tiles a piece has steps, at most."""
+        starts = [self.start(piece) for piece in range(self.pieces + 1)]
+        return max(-(-behind // self.steps) - first // self.steps for first, behind in itertools.pairwise(starts))
 
     def start(self, piece):
         """First step of a piece, which may be a traced number; the piece behind the last begins at the end."""
@@ -132,6 +133,6 @@ def _places(ref, count: int):
     thread = arith.remui(utils.thread_idx(), i32(THREADS))
     pointer = llvm.addrspacecast(llvm.PointerType.get(1), utils.memref_ptr(ref))  # of global memory, not of any
     kind = ir.VectorType.get((VECTOR,), ir.F32Type.get())
+    mine = utils.getelementptr(pointer, [arith.muli(thread, i32(VECTOR))], word())
     for i in range(count):
-        index = arith.muli(arith.addi(thread, i32(i * THREADS)), i32(VECTOR))
-        yield utils.getelementptr(pointer, [index], word()), kind
+        yield utils.getelementptr(mine, [i * THREADS * VECTOR], word()), kind

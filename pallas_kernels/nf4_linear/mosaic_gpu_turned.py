@@ -22,8 +22,6 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.mosaic.gpu import utils
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm
 
 from pallas_kernels import _platform
 from pallas_kernels._hopper import WARPGROUPS, drain, launch, swizzled
@@ -32,14 +30,17 @@ from pallas_kernels.nf4_linear.mosaic_gpu_decode import (
     Scales,
     code_values,
     kernel_scales,
+    load_absmax_at,
     load_absmax_value,
-    load_scales_at,
+    load_factor_at,
     multiply_scales,
+    use,
     word,
 )
 from pallas_kernels.nf4_linear.mosaic_gpu_fragments import (
     DEPTH,
     ROWS,
+    arrived,
     block_of_thread,
     codes_memory,
     decode_operand,
@@ -51,7 +52,7 @@ from pallas_kernels.nf4_linear.mosaic_gpu_fragments import (
 from pallas_kernels.nf4_linear.mosaic_gpu_shares import Shares, add_part, leave_part
 
 WIDTH = WARPGROUPS * ROWS  # columns of a tile of the result
-PIECE = 64  # rows of the result that leave through one slot of shared memory
+PIECE = 64  # rows of the result that are copied to memory at once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,10 +64,7 @@ class TurnedTiles:
         stages: slots of the ring.
         unit: steps of the sum that stay in one block, an even number that divides them; None for all of a tile's.
         pair: whether the blocks of a cluster of two take neighbouring columns and share x's tiles.
-        exchange: whether blocks that have equal parts of a tile add up rows of it each, not one of them all. They wait
-            for each other, so that all that share a tile must be at work at the same time; not in the interpreter.
-        tables: whether x @ W.T decodes by tables of products.
-        permuted: of four words of codes, so many are decoded by permutations of bytes, not by shuffles, otherwise.
+        tables: whether weights are decoded by tables of products, not by shuffles.
         blocks: that share the work; None for as many as the GPU has multiprocessors.
         staged: whether operands go through shared memory and array operations decode, for the interpreter.
     """
@@ -75,9 +73,7 @@ class TurnedTiles:
     stages: int = 4
     unit: int | None = 2
     pair: bool = True
-    exchange: bool = True
     tables: bool = True
-    permuted: int = 0
     blocks: int | None = None
     staged: bool = False
 
@@ -91,15 +87,15 @@ def suitable_turned(rows: int, depth: int, width: int) -> TurnedTiles:
         """Those of a block: a step reads x's tile twice and writes it once, and decodes; parts go through memory.
 
         Of a tile they are 4 bytes an element each way, 64 a cycle. One block reads those of all others after its own.
+        The other numbers are fitted to the forms that scripts/tune_nf4.py timed on an H200, 512 rows.
         """
         items = -(-rows // tiles.rows) * (width // (team * WIDTH))
         shares = Shares(items, steps, tiles.unit or steps, _platform.multiprocessors() // team)
-        tile = tiles.rows * WIDTH // 16
-        parts = 2 * tile if tiles.rows >= shares.equal * PIECE > 0 else (1 - -steps // shares.longest) * tile
-        return shares.longest * (3 * tiles.rows + 350) + shares.cut * (3000 + parts)
+        parts = (1 - -steps // shares.longest) * (tiles.rows * WIDTH // 16)
+        return shares.longest * (3 * tiles.rows + 550) + shares.cut * (30000 + parts) + shares.tiles * 15000
 
     units = [2, *(steps // parts for parts in (2, 3, 4, 8) if steps % (2 * parts) == 0), None]
-    slots = {64: 8, 128: 6, 256: 4}  # 162 to 194 KiB of shared memory
+    slots = {64: 8, 128: 8, 256: 4}  # 144 to 224 KiB of shared memory
     return min((TurnedTiles(size, slots[size], unit, pair) for size in slots for unit in units), key=cycles)
 
 
@@ -137,12 +133,9 @@ def multiply_turned(x, codes, absmax, nested_absmax, offset, extra=None, *, shap
     steps, of_rows = first_steps + packed_steps, rows // tiles.rows
     blocks = (tiles.blocks or _platform.multiprocessors()) // team
     shares = Shares(of_rows * (width // (team * WIDTH)), packed_steps, unit, blocks)
-    pieces, size = shares.pieces, tiles.rows  # of a part's sum that goes through memory at once
-    if exchanges := tiles.exchange and not staged and shares.equal and size // shares.equal >= PIECE:
-        size //= shares.equal
+    pieces = shares.pieces
     weight_rows, weight_columns = tile_of_weight(transpose)
-    form: dict[str, Any] = {"dtype": dtype, "transpose": transpose, "staged": staged}
-    form["tables"] = tiles.tables and not transpose
+    form: dict[str, Any] = {"dtype": dtype, "transpose": transpose, "tables": tiles.tables, "staged": staged}
 
     def kernel(refs, scratch):
         x_ref, codes_ref, *rest, parts_ref, out_ref = refs
@@ -152,6 +145,9 @@ def multiply_turned(x, codes, absmax, nested_absmax, offset, extra=None, *, shap
         member = lax.axis_index("pair") if tiles.pair else jnp.int32(0)
         piece = pieces - 1 - block
         begin, end = shares.start(piece), shares.start(piece + 1)
+
+        def slot_of(number):
+            return lax.rem(number.astype(jnp.uint32), jnp.uint32(stages)).astype(jnp.int32)
 
         def in_tile(step):
             """The tile of one of all packed steps, and the step's number there."""
@@ -172,28 +168,20 @@ def multiply_turned(x, codes, absmax, nested_absmax, offset, extra=None, *, shap
                 else pl.get_global(plgpu.SemaphoreType.REGULAR((pieces, team, WARPGROUPS)))
             )
 
-            def slot_of(number):
-                return lax.rem(number, jnp.int32(stages))
-
-            def leave(sums):
-                for at, acc in sums.items():
-                    leave_part(acc, parts_ref.at[piece, member, warpgroup, at], staged=staged)
+            def leave(acc):
+                leave_part(acc, parts_ref.at[piece, member, warpgroup], staged=staged)
                 if flags is not None:
                     plgpu.semaphore_signal(flags.at[piece, member, warpgroup], memory_scope="gpu")
 
-            def with_part(acc, piece, at: int = 0):
+            def with_part(acc, piece):
                 if flags is not None:
                     plgpu.semaphore_wait(flags.at[piece, member, warpgroup], decrement=False, memory_scope="gpu")
-                return add_part(acc, parts_ref.at[piece, member, warpgroup, at], staged=staged)
+                return add_part(acc, parts_ref.at[piece, member, warpgroup], staged=staged)
 
             def decoded(number):
                 slot = slot_of(number)
                 plgpu.barrier_wait(ready.at[slot])
-                return decode_operand(
-                    *(codes_smem.at[slot], scales_smem.at[slot], values, warpgroup),
-                    permuted=tiles.permuted,
-                    **form,
-                )
+                return decode_operand(codes_smem.at[slot], scales_smem.at[slot], values, warpgroup, **form)
 
             def tile(item, number):
                 """One tile's steps of this piece, the first of which is the number-th of the piece."""
@@ -247,10 +235,10 @@ def multiply_turned(x, codes, absmax, nested_absmax, offset, extra=None, *, shap
                 for back in (2, 1):
                     plgpu.barrier_arrive(free.at[slot_of(behind - back)])
 
-                def write(total, row):
-                    for turn in range(total.shape[1] // PIECE):
-                        slot = out_smem.at[warpgroup, turn % 2]
-                        plgpu.wait_smem_to_gmem(min(1, total.shape[1] // PIECE - 1), wait_read_only=True)
+                def write(total):
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    for turn in range(tiles.rows // PIECE):
+                        slot = out_smem.at[warpgroup, turn]
                         turned = total[:, turn * PIECE : (turn + 1) * PIECE].astype(dtype)
                         if staged:
                             slot[...] = turned.T
@@ -261,24 +249,13 @@ def multiply_turned(x, codes, absmax, nested_absmax, offset, extra=None, *, shap
 
                 def add_and_write():
                     others = shares.piece_of((item + 1) * packed_steps - 1) - piece
-                    write(lax.fori_loop(0, others, lambda i, acc: with_part(acc, piece + 1 + i), acc), row)
+                    write(lax.fori_loop(0, others, lambda i, acc: with_part(acc, piece + 1 + i), acc))
 
-                def exchange(own: int):
-                    sums = {at: acc[:, at * size : (at + 1) * size] for at in range(shares.equal)}
-                    total = sums.pop(own)
-                    leave(sums)
-                    for at in sums:
-                        total = with_part(total, piece + at - own, own)
-                    write(total, row + own * size)
-
-                if exchanges:
-                    for own in range(shares.equal):
-                        pl.when(lax.rem(piece, jnp.int32(shares.equal)) == own)(functools.partial(exchange, own))
-                elif shares.cut:
-                    pl.when(k > 0)(lambda: leave({0: acc}))
+                if shares.cut:
+                    pl.when(k > 0)(lambda: leave(acc))
                     pl.when(k == 0)(add_and_write)
                 else:
-                    write(acc, row)
+                    write(acc)
                 return behind
 
             lax.fori_loop(in_tile(begin)[0], in_tile(end - 1)[0] + 1, tile, jnp.int32(0))
@@ -299,56 +276,62 @@ def multiply_turned(x, codes, absmax, nested_absmax, offset, extra=None, *, shap
             total = with_first_steps(end) - origin
 
             def place(number):
-                """First row and column of a step's tile of the result, and where along the packed sum it starts."""
+                """First row and column of a step's tile of the result, and which of the packed steps it is."""
                 item = lax.div(origin + number, jnp.int32(steps))
-                return *corner(item), (lax.rem(origin + number, jnp.int32(steps)) - first_steps) * DEPTH
+                return *corner(item), lax.rem(origin + number, jnp.int32(steps)) - first_steps
 
-            def load(number):
+            def weight_of(number):
+                """First row and column of a step's tile of the weight, and the blocks whose scales threads find."""
                 _, column, k = place(jnp.minimum(number, total - 1))
-                k = jnp.maximum(k, 0)
-                w_row, w_column = (k, column) if transpose else (column, k)
-                across = pl.ds(lax.div(w_column, jnp.int32(2)), weight_columns // 2)
-                codes_of_tile = codes_ref.at[pl.ds(w_row, weight_rows), across]
-                codes = plgpu.load(codes_of_tile, layout=wide_layout(transpose), optimized=False)
-                first = w_row * stride + lax.div(w_column, jnp.int32(BLOCK))
-                return codes, *load_scales_at(scales, first + of_tile, staged=staged)
+                along = jnp.maximum(k, 0) * DEPTH  # a multiple of DEPTH for the compiler too, for whole loads
+                row, column = (along, column) if transpose else (column, along)
+                return row, column, row * stride + lax.div(column, jnp.int32(BLOCK)) + of_tile
 
-            def with_value(loaded):
-                codes, absmax, factor = loaded
-                return codes, load_absmax_value(scales, absmax, staged=staged), factor
+            def load_absmax(turn):
+                return tuple(load_absmax_at(scales, weight_of(2 * turn + i)[2], staged=staged) for i in range(2))
 
-            def step(number, loaded):
-                """Fills a slot with what is loaded, of which a step's scales are further than the next one's."""
-                slot = lax.rem(number, jnp.int32(stages))
+            def load(turn, absmax):
+                """Asks for two steps' codes and what their scales are made of, and for the absmax of the next two."""
+                codes, values, factors = [], [], []
+                for i in range(2):
+                    row, column, blocks = weight_of(2 * turn + i)
+                    across = pl.ds(lax.div(column, jnp.int32(2)), weight_columns // 2)
+                    tile = codes_ref.at[pl.ds(row, weight_rows), across]
+                    codes.append(plgpu.load(tile, layout=wide_layout(transpose), optimized=False))
+                    values.append(load_absmax_value(scales, absmax[i], staged=staged))
+                    factors.append(load_factor_at(scales, blocks, staged=staged))
+                return tuple(codes), tuple(values), tuple(factors), load_absmax(turn + 1)
+
+            def fill(number, codes, scales_of_tile):
+                slot = slot_of(number)
                 row, _, k = place(number)
                 pl.when(number >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
 
-                def copy(ref, first):
-                    source = ref.at[pl.ds(row, tiles.rows), pl.ds(first, DEPTH)]
+                def copy(ref, k):
+                    source = ref.at[pl.ds(row, tiles.rows), pl.ds(k * DEPTH, DEPTH)]
                     shared = "pair" if tiles.pair else None
                     plgpu.copy_gmem_to_smem(source, x_smem.at[slot], ready.at[slot], collective_axes=shared)
 
                 if more_refs:
                     pl.when(k >= 0)(lambda: copy(x_ref, k))
-                    pl.when(k < 0)(lambda: copy(more_refs[0], k + first_steps * DEPTH))
+                    pl.when(k < 0)(lambda: copy(more_refs[0], k + first_steps))
                 else:
                     copy(x_ref, k)
-                codes, value, factor = loaded[0]
-                found = multiply_scales(scales, value, factor, offset, staged=staged)
-                store_tile(codes, found, codes_smem.at[slot], scales_smem.at[slot], **form)
-                following = with_value(loaded[1]), load(number + 2)  # LLVM moves no load to its use behind a barrier
+                store_tile(codes, scales_of_tile, codes_smem.at[slot], scales_smem.at[slot], **form)
                 plgpu.barrier_arrive(ready.at[slot])
+
+            def two_steps(turn, loaded):
+                """Fills two slots with what is loaded, after it has asked for what the next two get."""
+                codes, values, factors, absmax = loaded
+                found = [multiply_scales(scales, *one, offset, staged=staged) for one in zip(values, factors)]
+                words = arrived(codes, found, transpose=transpose, staged=staged)
+                following = load(turn + 1, absmax)
+                fill(2 * turn, words[0], found[0])
+                pl.when(2 * turn + 1 < total)(lambda: fill(2 * turn + 1, words[1], found[1]))
                 return following
 
-            def two_steps(turn, loaded):  # two, so that nothing waits for a load to move it to other registers
-                return step(2 * turn + 1, step(2 * turn, loaded))
-
-            def last_step():
-                step(total - 1, loaded)
-
-            loaded = with_value(load(jnp.int32(0))), load(jnp.int32(1))
-            loaded = lax.fori_loop(0, lax.div(total, jnp.int32(2)), two_steps, loaded)
-            pl.when(lax.rem(total, jnp.int32(2)) == 1)(last_step)
+            turns = lax.div(total + 1, jnp.int32(2))
+            lax.fori_loop(0, turns, two_steps, load(jnp.int32(0), load_absmax(jnp.int32(0))))
             drain(total, stages, free)
 
     def tile(*shape: int):
@@ -362,13 +345,13 @@ def multiply_turned(x, codes, absmax, nested_absmax, offset, extra=None, *, shap
         tile(stages, tiles.rows, DEPTH),
         codes_memory(stages, transpose, staged=staged),
         scales_memory(stages, tables=form["tables"], staged=staged),
-        tile(WARPGROUPS, 2, PIECE, ROWS),
+        tile(WARPGROUPS, tiles.rows // PIECE, PIECE, ROWS),
         tile(WARPGROUPS, ROWS, DEPTH) if staged else None,
         plgpu.Barrier(num_arrivals=2, num_barriers=stages),  # x's tile, and the weight's
         free,
     )
     weight = codes.reshape(shape[0], shape[1] // 2), *kernel_scales(absmax, nested_absmax, offset)
-    parts = (pieces, team, WARPGROUPS, tiles.rows // size, ROWS, size) if shares.cut else (1,) * 6
+    parts = (pieces, team, WARPGROUPS, ROWS, tiles.rows) if shares.cut else (1,) * 5
     out = jax.ShapeDtypeStruct(parts, jnp.float32), jax.ShapeDtypeStruct((rows, width), dtype)
     cluster = {"pair": 2} if tiles.pair else None
     return launch(kernel, scratch_types, x, *weight, *more, out_type=out, grid={"blocks": pieces}, cluster=cluster)[1]
@@ -379,7 +362,6 @@ def in_use(operand) -> None:
 
     @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,))
     def read(_, array):
-        words = [utils.bitcast(register, word()) for register in array.registers.flat]
-        llvm.inline_asm(ir.Type.parse("!llvm.void"), words, "", ",".join("r" * len(words)), has_side_effects=True)
+        use([utils.bitcast(register, word()) for register in array.registers.flat])
 
     read(operand)

@@ -19,7 +19,7 @@ from pallas_kernels.flash_attention import explain, flash_attention, mosaic_gpu
 from pallas_kernels.flash_attention.bounds import key_tiles, number_documents, query_tiles, row_bounds
 from pallas_kernels.flash_attention.mosaic_gpu_forward_wide import forward_wide
 from pallas_kernels.flash_attention.mosaic_gpu_items import Forward, ForwardTiles
-from pallas_kernels.flash_attention.mosaic_gpu_tiles import Scores
+from pallas_kernels.flash_attention.mosaic_gpu_tiles import Order, Scores
 from pallas_kernels.flash_attention.reference import attention_mask
 
 
@@ -260,6 +260,17 @@ def test_blocks_share_the_items_of_the_forward_evenly(items, blocks):
     assert sorted(number for numbers in of_block for number in numbers) == list(range(items))
     loads = [sum(items - number for number in numbers) for numbers in of_block]
     assert max(loads) - min(loads) <= items
+
+
+@pytest.mark.parametrize("last", [0, 1, 3])
+def test_the_last_tiles_come_at_the_end(last):
+    """Each tile of each head and row once; by head, then those at the end by tile."""
+    order = Order(heads=2, tiles=3, batch=2, last=last)
+    (count,) = order.grid.values()
+    places = jnp.stack(jax.vmap(lambda _: order.place(), axis_name="blocks")(jnp.arange(count)), axis=1).tolist()
+    by_head = [[head, tile, row] for head in range(2) for tile in range(3 - last) for row in range(2)]
+    by_tile = [[head, tile, row] for tile in range(3 - last, 3) for head in range(2) for row in range(2)]
+    assert places == by_head + by_tile
 
 
 def test_a_document_is_a_run_of_equal_ids():

@@ -20,7 +20,6 @@ from gymjax.training.step import StepSettings, init_state, make_step, split_mode
 
 TINY = json.loads((Path(__file__).parents[2] / "tiny_families.json").read_text())
 PROMPT, ANSWER, ROOM = (9, 6), 5, 8  # room is beyond the answer, as buckets are
-FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}  # compiling is what takes long
 F32 = {"atol": 2e-5, "rtol": 1e-5}  # f32 sums in another order, on states of size 1 to 10
 
 
@@ -117,7 +116,7 @@ def test_a_step_trains(name, method):
         attach(model, LoraSpec(rank=4, alpha=8.0), key=jax.random.key(0))
     graphdef, params, frozen = split_model(model)
     optimizer = optax.sgd(1e-3)
-    step = jax.jit(make_step(graphdef, optimizer, StepSettings(seed=0, max_grad_norm=1.0)), compiler_options=FAST)
+    step = jax.jit(make_step(graphdef, optimizer, StepSettings(seed=0, max_grad_norm=1.0)))
     tokens = np.random.default_rng(1).integers(1, model.cfg.vocab_size, (1, 1, 12), dtype=np.int32)
     ones = np.ones(tokens.shape, np.int32)
     batch = {

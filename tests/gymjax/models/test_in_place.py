@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
-from gymjax.models.in_place import scan_in_place
+from gymjax.models.in_place import scan_in_place, without_gradient
 
 LAYERS, TOKENS, WIDTH = 3, 4, 8
 NAMED = jax.checkpoint_policies.save_only_these_names("product", "inner")
@@ -87,3 +87,17 @@ def test_what_is_kept_is_written_once_and_read_where_it_is() -> None:
         eqn.primitive.name == "broadcast_in_dim" and eqn.outvars[0].aval.shape in kept for eqn in program.eqns
     )
     assert str(backward).count("dynamic_update_slice") == 2  # gradients of a and b
+
+
+@pytest.mark.parametrize("outside", [jax.jit, jax.checkpoint])
+def test_a_gradient_that_there_is_not_is_refused(outside) -> None:
+    """By name, also through functions around; the other parts' gradients are untouched."""
+
+    def total(x, w):
+        rest = without_gradient("only x has one", {"w": w, "count": jnp.arange(3), "key": jax.random.key(0)})
+        return jnp.sum(x * rest["w"])
+
+    x, w = jnp.ones(3), jnp.arange(3.0)
+    np.testing.assert_array_equal(jax.grad(outside(total))(x, w), w)
+    with pytest.raises(TypeError, match=r"no gradient by \['w'\]: only x has one"):
+        jax.grad(outside(total), 1)(x, w)

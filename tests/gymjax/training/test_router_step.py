@@ -24,7 +24,6 @@ from gymjax.training.step import StepSettings, batch_loss, init_state, make_step
 MOE = MoEConfig(experts=4, top_k=2, ffn_width=12, renormalize=True)
 STACKS = (Stack((LayerKind(experts=MOE),), 2),)
 MIXED = (Stack((LayerKind(), LayerKind(experts=MOE)), 2),)
-FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}  # compiling is what takes long
 PLAIN = StepSettings(seed=0, max_grad_norm=0.0)
 SETTINGS = dataclasses.replace(PLAIN, moe_aux_loss_coef=2.0, router_z_loss_coef=0.1)
 
@@ -33,7 +32,7 @@ def stepper(model, settings):
     """A function from a batch to (metrics, gradients)."""
     graphdef, params, frozen = split_model(model)
     optimizer = optax.sgd(1.0)
-    step = jax.jit(make_step(graphdef, optimizer, settings), compiler_options=FAST)
+    step = jax.jit(make_step(graphdef, optimizer, settings))
 
     def run(batch):
         new, metrics = step(init_state(params, optimizer, None), frozen, batch)
@@ -88,7 +87,7 @@ def test_losses_are_those_of_the_whole_batch(whole, make_model, random_batch):
         routers = 2.0 * balance + 0.1 * router_z_loss(stats.z, tokens)
         return nll / jnp.sum(rows["loss_weights"]) + routers, routers
 
-    exact, routers = jax.jit(jax.grad(loss, has_aux=True), compiler_options=FAST)(params)
+    exact, routers = jax.jit(jax.grad(loss, has_aux=True))(params)
     metrics, grads = whole
     assert largest_difference(grads, exact) < 1e-5 * largest(exact)  # f32 sums in another order
     logged = 2.0 * metrics["moe_aux_loss"] + 0.1 * metrics["router_z_loss"]
