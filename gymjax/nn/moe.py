@@ -170,7 +170,8 @@ class MoE(nnx.Module):
         """
         keys = [None] * 3 if key is None else jax.random.split(key, 3)
         x_MD = x_BTD.reshape(-1, x_BTD.shape[-1])
-        logits_ME = self._logits(x_MD, keys[0])
+        # Named for all who read them: the product would be made again for readers of what has no name.
+        logits_ME = checkpoint_name(self._logits(x_MD, keys[0]), ROUTING_NAME)
         expert_Mk, weight_Mk = route(logits_ME, self.cfg.top_k, renormalize=self.cfg.renormalize)
         y_BTD = self._experts(x_MD, expert_Mk, weight_Mk).reshape(x_BTD.shape)
         if self.shared is not None and self.shared_gate is not None:

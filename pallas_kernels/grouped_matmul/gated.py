@@ -16,12 +16,13 @@ from pallas_kernels.grouped_matmul.layers import (
     RANKS,
     GroupedLayer,
     check,
+    gradients_above,
+    gradients_below,
     joined,
     low_gradient,
     low_product,
     no_gradient,
     over_and_down,
-    parameter_gradients,
     with_adapter,
 )
 
@@ -72,7 +73,8 @@ def grouped_mlp(
     a, (b_gate, b_up) = joined((gate, up), multiple)
     a_down, (b_down,) = joined((down,), multiple)
     params = _Params((gate.w, up.w, down.w), a, b_gate, b_up, a_down, b_down)
-    return _mlp(name, x, weight.astype(jnp.float32), params, group_sizes)
+    ranks = tuple(0 if layer.a is None else layer.a.shape[1] for layer in (gate, up, down))
+    return _mlp(name, ranks, x, weight.astype(jnp.float32), params, group_sizes)
 
 
 class _Params(NamedTuple):
@@ -88,12 +90,16 @@ def _out_width(layer: GroupedLayer) -> int:
     return layer.w.shape[-2]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mlp(name: Implementation, x: Array, weight: Array, params: _Params, sizes: Array) -> Array:
-    return _mlp_fwd(name, x, weight, params, sizes)[0]
+_Ranks = tuple[int, ...]  # of gate, up and down, whose factors are filled up with zeros
 
 
-def _mlp_fwd(name: Implementation, x: Array, weight: Array, params: _Params, sizes: Array):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _mlp(name: Implementation, ranks: _Ranks, x: Array, weight: Array, params: _Params, sizes: Array) -> Array:
+    return _mlp_fwd(name, ranks, x, weight, params, sizes)[0]
+
+
+def _mlp_fwd(name: Implementation, ranks: _Ranks, x: Array, weight: Array, params: _Params, sizes: Array):
+    del ranks
     (w_gate, w_up, w_down), a, b_gate, b_up, a_down, b_down = params
     low = low_product(name, x, a, sizes)
     if low is None:
@@ -114,20 +120,41 @@ def _or_zeros(b: Array | None, w, low: Array) -> Array:
     return jnp.zeros(shape, low.dtype) if b is None else b
 
 
-def _mlp_bwd(name: Implementation, residuals, dy: Array):
+def _mlp_bwd(name: Implementation, ranks: _Ranks, residuals, dy: Array):
     x, weight, params, sizes, gate, up, low, low_down = residuals
     (w_gate, w_up, w_down), a, b_gate, b_up, a_down, b_down = params
-    dlow_down = low_gradient(name, (dy,), (b_down,), sizes)
+    dlow_down, (db_down,) = _through_ups(name, (dy,), (b_down,), low_down, ranks[2:], sizes)
     over, down = over_and_down(x.dtype, (dy,), (w_down,), a_down, dlow_down)
     dgate, dup, hidden, dweight = kernels(name).gated_backward(over, down, gate, up, weight, sizes)
-    (dw_down,), da_down, (db_down,) = parameter_gradients(
-        name, hidden, (w_down,), a_down, (b_down,), sizes, low_down, (dy,), dlow_down
-    )
-    dys, ws, bs = (dgate, dup), (w_gate, w_up), (b_gate, b_up)
-    dlow = low_gradient(name, dys, bs, sizes)
+    (dw_down,), da_down = gradients_below(name, hidden, (w_down,), a_down, (dy,), dlow_down, sizes)
+    dys, ws = (dgate, dup), (w_gate, w_up)
+    dlow, (db_gate, db_up) = _through_ups(name, dys, (b_gate, b_up), low, ranks[:2], sizes)
     dx = product(name, *over_and_down(x.dtype, dys, ws, a, dlow), sizes, transposed=False)
-    dws, da, (db_gate, db_up) = parameter_gradients(name, x, ws, a, bs, sizes, low, dys, dlow)
+    dws, da = gradients_below(name, x, ws, a, dys, dlow, sizes)
     return dx, dweight, _Params((*dws, dw_down), da, db_gate, db_up, da_down, db_down), no_gradient(sizes)
+
+
+def _through_ups(name: Implementation, dys, bs, low: Array | None, ranks: _Ranks, sizes: Array):
+    """Gradients of the low products and of the up-projections: of each dy both in one pass, where there is a kernel."""
+    narrow = kernels(name).narrow
+    if (
+        low is None
+        or narrow is None
+        or not all(narrow.fits(dy, rank) for dy, rank in zip(dys, ranks, strict=True) if rank)
+    ):
+        return low_gradient(name, dys, bs, sizes), gradients_above(name, bs, low, dys, sizes)
+    dlows, dbs, before = [], [], 0
+    for dy, b, rank in zip(dys, bs, ranks, strict=True):
+        if b is None:
+            dbs.append(None)
+            continue
+        mine = slice(before, before + rank)
+        dlow, db = narrow(dy, b[..., mine], low[:, mine], sizes)
+        dlows.append(dlow)
+        dbs.append(jnp.pad(db.astype(b.dtype), ((0, 0), (0, 0), (before, low.shape[1] - before - rank))))
+        before += rank
+    dlow = jnp.concatenate(dlows, axis=1).astype(low.dtype)
+    return jnp.pad(dlow, ((0, 0), (0, low.shape[1] - before))), tuple(dbs)
 
 
 _mlp.defvjp(_mlp_fwd, _mlp_bwd)

@@ -139,7 +139,8 @@ def _layers_bwd(name: Implementation, residuals, dys: tuple[Array, ...]):
     x, ws, a, bs, sizes, low = residuals
     dlow = low_gradient(name, dys, bs, sizes)
     dx = product(name, *over_and_down(x.dtype, dys, ws, a, dlow), sizes, transposed=False)
-    return dx, *parameter_gradients(name, x, ws, a, bs, sizes, low, dys, dlow), no_gradient(sizes)
+    dws, da = gradients_below(name, x, ws, a, dys, dlow, sizes)
+    return dx, dws, da, gradients_above(name, bs, low, dys, sizes), no_gradient(sizes)
 
 
 def low_gradient(name: Implementation, dys: Sequence[Array], bs: Sequence[Array | None], sizes: Array) -> Array | None:
@@ -159,17 +160,19 @@ def over_and_down(
     return (over, down) if a is None or dlow is None else ([*over, dlow], [*down, a])
 
 
-def parameter_gradients(name: Implementation, x: Array, ws, a, bs, sizes: Array, low, dys, dlow) -> tuple:
-    """Of ws, a and bs."""
-    da = None if a is None else weights_gradient(name, x, dlow, sizes, a.dtype)
-    dbs = tuple(
-        None if b is None else weights_gradient(name, low, dy, sizes, b.dtype) for dy, b in zip(dys, bs, strict=True)
-    )
-    dws = tuple(
-        None if isinstance(w, NF4Weight) else weights_gradient(name, x, dy, sizes, w.dtype)
-        for w, dy in zip(ws, dys, strict=True)
-    )
-    return dws, da, dbs
+def gradients_above(name: Implementation, bs: Sequence, low: Array | None, dys: Sequence[Array], sizes: Array) -> tuple:
+    """Of up-projections, which read the low product."""
+    if low is None:
+        return (None,) * len(bs)
+    pairs = zip(bs, dys, strict=True)
+    return tuple(None if b is None else weights_gradient(name, low, dy, sizes, b.dtype) for b, dy in pairs)
+
+
+def gradients_below(name: Implementation, x: Array, ws: Sequence, a, dys: Sequence[Array], dlow, sizes: Array) -> tuple:
+    """Of weights and of the joined down-projection, which read x."""
+    pairs = zip(ws, dys, strict=True)
+    dws = (None if isinstance(w, NF4Weight) else weights_gradient(name, x, dy, sizes, w.dtype) for w, dy in pairs)
+    return tuple(dws), None if a is None else weights_gradient(name, x, dlow, sizes, a.dtype)
 
 
 def no_gradient(sizes: Array) -> np.ndarray:

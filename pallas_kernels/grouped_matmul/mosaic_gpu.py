@@ -11,7 +11,8 @@ from jax.custom_batching import sequential_vmap
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import _platform
-from pallas_kernels._hopper import padded, run_once
+from pallas_kernels._hopper import WARPGROUPS, padded, run_once
+from pallas_kernels.grouped_matmul import mosaic_gpu_narrow
 from pallas_kernels.grouped_matmul.mosaic_gpu_gated import gated_gradients, gated_rows
 from pallas_kernels.grouped_matmul.mosaic_gpu_rows import DEPTH, Tiles, group_rows
 from pallas_kernels.grouped_matmul.mosaic_gpu_weights import ALIGNED, group_weights
@@ -23,6 +24,8 @@ MOST_STAGES = 8
 # Traced and lowered once for each set of shapes, of which a layer has few.
 _group_rows = jax.jit(group_rows, static_argnames=("transposed", "tiles"))
 _group_weights = jax.jit(group_weights, static_argnames=("dtype", "tiles"))
+_narrow_products = jax.jit(mosaic_gpu_narrow.narrow_products, static_argnames=("tiles",))
+_NARROW = (256, 128)  # columns of a warpgroup in passes for adapters
 _gated_rows = jax.jit(gated_rows, static_argnames=("tiles",))
 _gated_gradients = jax.jit(gated_gradients, static_argnames=("tiles",))
 
@@ -120,6 +123,34 @@ def gated_backward(
     results = run_once(sequential_vmap(kernel)(xs, ws, gate, up, _weights(weight, len(gate)), sizes))
     dgate, dup, product = (result[:rows, :width] for result in results[:3])
     return dgate, dup, product, results[3][:rows]
+
+
+class _Narrow:
+    """Passes over a wide array for an adapter's low product and for its factor's gradient."""
+
+    @staticmethod
+    def fits(x: Array, rank: int) -> bool:
+        """Whether the kernel takes an x of this shape, and this rank."""
+        whole = x.shape[0] % mosaic_gpu_narrow.ALIGNED == 0 and x.shape[1] % (WARPGROUPS * _NARROW[-1]) == 0
+        return whole and rank <= mosaic_gpu_narrow.MAX_RANK
+
+    def __call__(
+        self, x: Float[Array, "M N"], b: Float[Array, "E N R"], low: Float[Array, "M R"], sizes: Int[Array, " E"]
+    ) -> tuple[Float[Array, "M R"], Float[Array, "E N R"]]:
+        """Return `x[m] @ b[e]`, and the sum of x[m].T low[m] over each group's rows, in f32, by one pass over x.
+
+        x must be finite in rows of no group too.
+        """
+        columns = next(columns for columns in _NARROW if x.shape[1] % (WARPGROUPS * columns) == 0)
+        kernel = functools.partial(_narrow_products, tiles=mosaic_gpu_narrow.NarrowTiles(columns))
+        b, wide_low = (padded(array, *[1] * (array.ndim - 1), mosaic_gpu_narrow.ALIGNED) for array in (b, low))
+        # In one dimension, as compilers else give all layers' b another layout for this: a copy before the loop.
+        flat = jax.lax.optimization_barrier(b.astype(x.dtype).reshape(-1))
+        product, gradient = run_once(sequential_vmap(kernel)(x, flat.reshape(b.shape).swapaxes(1, 2), wide_low, sizes))
+        return product[:, : low.shape[1]], gradient[..., : low.shape[1]]
+
+
+narrow = _Narrow()
 
 
 def _weights(weight: Array, rows: int) -> Array:

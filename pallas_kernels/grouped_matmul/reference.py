@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 _SMALLEST, _LARGEST = 8, 512
+narrow = None  # products and gradients of narrow factors are two passes
 
 
 class _Blocks(NamedTuple):

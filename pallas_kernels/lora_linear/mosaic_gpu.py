@@ -21,7 +21,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from pallas_kernels import _platform, nf4_linear
-from pallas_kernels._hopper import WARPGROUPS, drain, filled, launch, swizzled
+from pallas_kernels._hopper import WARPGROUPS, add_product, drain, filled, launch, swizzled
 from pallas_kernels.lora_linear import reference
 from pallas_kernels.nf4_linear import NF4Weight
 from pallas_kernels.nf4_linear.mosaic_gpu_join import write_edge
@@ -173,7 +173,7 @@ def one_pass(
                 slot = lax.rem(visit, jnp.int32(stages))
                 plgpu.barrier_wait(ready.at[slot])
                 if low is not None:
-                    gradient = _add_product(
+                    gradient = add_product(
                         gradient,
                         x_smem.at[slot, warpgroup].transpose((1, 0)),
                         low_smem.at[slot].transpose((1, 0)),
@@ -241,18 +241,6 @@ def one_pass(
     sums = [part.sum(axis=0) for part in results]
     product = sums.pop(0) if factor is not None else None
     return product, sums.pop() if low is not None else None
-
-
-def _add_product(total, a, b, staged: bool):
-    """total + a @ b, in place where the interpreter need not follow."""
-    if staged:
-
-        def alone(acc):
-            plgpu.wgmma(acc, a, b)
-            return acc[...]
-
-        return total + pl.run_scoped(alone, plgpu.ACC(total.shape, jnp.float32))
-    return pl.run_state(lambda acc: plgpu.wgmma(acc, a, b))(plgpu.ACC.init(total))
 
 
 def _stages(tiles: NarrowTiles, rank: int, product: bool, gradient: bool, itemsize: int) -> int:

@@ -1,11 +1,13 @@
 """Gated blocks of experts over one input against float64, through each expert's dense weights."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.grouped_matmul import GroupedLayer, grouped_mlp
+from pallas_kernels.grouped_matmul import GroupedLayer, grouped_mlp, reference
 from pallas_kernels.lora_linear import LOW_NAME
 
 SIZES = np.array([5, 0, 7, 1])
@@ -55,8 +57,24 @@ def oracle(x, layers, weight, dy):
     return y, dx, dweight, gradients
 
 
+class OnePass:
+    """A pass for a low product and a factor's gradient in plain jnp, as kernels have it."""
+
+    def fits(self, x, rank):
+        return True
+
+    def __call__(self, x, b, low, sizes):
+        expert = jnp.repeat(jnp.arange(E), SIZES, total_repeat_length=SIZES.sum())
+        x, low = x[: len(expert)], low[: len(expert)]
+        product = jnp.einsum("mn,mnr->mr", x, b[expert], precision="highest")
+        each = jnp.einsum("mn,mr->mnr", x, low, precision="highest")
+        return jnp.pad(product, ((0, ROWS - len(x)), (0, 0))), jnp.zeros(b.shape).at[expert].add(each)
+
+
+@pytest.mark.parametrize("narrow", [None, OnePass()], ids=["apart", "one pass"])
 @pytest.mark.parametrize("ranks", RANKS)
-def test_equals_dense_experts_in_f64(ranks):
+def test_equals_dense_experts_in_f64(ranks, narrow, monkeypatch):
+    monkeypatch.setattr(reference, "narrow", narrow)
     x, layers, weight, dy = random_block(RANKS[ranks])
     sizes = jnp.asarray(SIZES, jnp.int32)
 
@@ -93,3 +111,34 @@ def test_shapes_that_do_not_fit_are_refused():
         grouped_mlp(x, gate, up, down, weight[1:], sizes)
     with pytest.raises(ValueError, match=r"'x': \(15, 16\).*got .*'x': \(15, 12\)"):
         grouped_mlp(x, gate, up, gate, weight, sizes)
+
+
+@pytest.mark.parametrize("rank", [0, 8, 16])
+def test_the_kernels_of_the_gpu_lower(rank, monkeypatch):
+    """In a layer of which gate, up and low products are kept, so that no product is made again."""
+    monkeypatch.setattr("pallas_kernels._platform.compute_capability", lambda: (9, 0))
+    rows, groups, width, out = 1024, 8, 512, 256
+
+    def layer_of(high, wide):
+        w = jax.ShapeDtypeStruct((groups, high, wide), jnp.bfloat16)
+        if not rank:
+            return GroupedLayer(w)
+        factors = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((groups, rank, wide), (groups, high, rank)))
+        return GroupedLayer(w, *factors, jax.ShapeDtypeStruct((groups,), jnp.float32))
+
+    layers = [layer_of(out, width), layer_of(out, width), layer_of(width, out)]
+    policy = jax.checkpoint_policies.save_only_these_names("gate", "up", LOW_NAME)
+
+    @functools.partial(jax.checkpoint, policy=policy)
+    def loss(x, adapters, weight, ws, sizes):
+        whole = [GroupedLayer(w, *adapter) for w, adapter in zip(ws, adapters, strict=True)]
+        return jnp.sum(grouped_mlp(x, *whole, weight, sizes, implementation="mosaic_gpu").astype(jnp.float32) ** 2)
+
+    x, weight = jax.ShapeDtypeStruct((rows, width), jnp.bfloat16), jax.ShapeDtypeStruct((rows,), jnp.float32)
+    args = x, [layer[1:] for layer in layers], weight, [layer.w for layer in layers]
+    gradients = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
+    traced = gradients.trace(*args, jax.ShapeDtypeStruct((groups,), jnp.int32))
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    # gated, down, their gradients; with adapters two low products, two passes of three, as gate's is up's, and both
+    # gradients of down-projections
+    assert text.count("@mosaic_gpu_v2") == (4 if not rank else 10)
