@@ -150,7 +150,8 @@ class _Narrow:
         return product[:, : low.shape[1]], gradient[..., : low.shape[1]]
 
 
-narrow = _Narrow()
+ONE_PASS = _Narrow()
+narrow: _Narrow | None = None  # ONE_PASS, once a GPU has run it
 
 
 def _weights(weight: Array, rows: int) -> Array:

@@ -68,8 +68,8 @@ def gated_rows(xs: Sequence[jax.Array], gates: Sequence[jax.Array], ups: Sequenc
             plgpu.copy_gmem_to_smem(source, scratch.weights.at[slot, pl.ds(i * half, half)], scratch.ready.at[slot])
 
     def finish(sums, scratch, refs, place):
-        _, *out_refs = refs
-        scale = lax.broadcast_in_dim(place.weight, (HALF, PART), [0])
+        weight_ref, *out_refs = refs
+        scale = _by_row(weight_ref, place.first)
         put = _Parts(scratch, place, 3 * half // PART)
         for part in range(half // PART):
             at = part * PART
@@ -119,8 +119,8 @@ def gated_gradients(xs: Sequence[jax.Array], ws: Sequence[jax.Array], gate, up, 
                 plgpu.copy_gmem_to_smem(source, target.at[slot, half], scratch.ready.at[slot])
 
     def finish(sums, scratch, refs, place):
-        _, _, _, dgate_ref, dup_ref, product_ref, dweight_ref = refs
-        scale = lax.broadcast_in_dim(place.weight, (HALF, PART), [0])
+        _, _, weight_ref, dgate_ref, dup_ref, product_ref, dweight_ref = refs
+        scale = _by_row(weight_ref, place.first)
         put, total = _Parts(scratch, place, 3 * columns // PART), None
         for part in range(columns // PART):
             slot = place.slot_of(part)
@@ -170,6 +170,12 @@ def _check(rows: int, depths: Sequence[int], width: int) -> None:
         raise ValueError(f"M={rows} must be at least {HALF}, K={depths} and F={width} multiples of {DEPTH}; pad them")
 
 
+def _by_row(ref, first):
+    """The numbers of 64 rows, for each of a part's columns."""
+    values = plgpu.load(ref.at[pl.ds(first, HALF)], layout=_OF_ROW, optimized=False)
+    return lax.broadcast_in_dim(values, (HALF, PART), [0])
+
+
 def _run(
     xs, operands, more, table, groups, out, load_weights, finish, load_gated=None, *, transposed: bool, tiles: Tiles
 ):
@@ -178,7 +184,7 @@ def _run(
     Args:
         xs: rows of each product.
         operands: of each product the arrays that load_weights copies from.
-        more: arrays for load_gated and finish; the last one holds the rows' weights.
+        more: arrays for load_gated and finish.
         table: of tiles.
         groups: E.
         out: shapes of the results.
@@ -228,12 +234,10 @@ def _run(
 
                 @pl.when(stored > 0)
                 def _multiply():
-                    # Asked for before the products, behind which it would be waited for.
-                    weight = plgpu.load(refs[len(more) - 1].at[pl.ds(first, HALF)], layout=_OF_ROW, optimized=False)
                     sums = multiply_slots(
                         scratch.tiles, scratch.weights, ready, free, visited, steps, columns, transposed
                     )
-                    place = _Place(line, column, first, stored, weight, warpgroup, slot_of)
+                    place = _Place(line, column, first, stored, warpgroup, slot_of)
                     finish(sums, scratch, refs, place)
 
                 @pl.when(stored == 0)
@@ -299,13 +303,12 @@ def _run(
 
 
 class _Place(NamedTuple):
-    """A warpgroup's tile: its line of the table, its column, its first row, how many are stored, and their weights."""
+    """Where a warpgroup's tile is: its line of the table, its column, its first row and how many are stored."""
 
     line: Any
     column: Any
     first: Any
     stored: Any
-    weight: Any  # of its rows
     warpgroup: Any
     slot_of: Any  # of the tile's parts of gate and up
 
