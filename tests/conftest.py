@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import tempfile
+import threading
 from pathlib import Path
 
 # Threads of XLA's pool. The GPU interpreter's warpgroups wait for each other inside them: with as many as a machine of
@@ -17,6 +18,7 @@ os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 import numpy as np
 import pytest
+from jax._src import compiler
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -26,6 +28,17 @@ from gymjax.models.names import hf_weights
 
 ROOT = Path(__file__).resolve().parent.parent
 TORCH_SIDE = ROOT / "tests" / "interop" / "torch_side" / "server.py"
+
+_compile, _compiling = compiler.backend_compile_and_load, threading.RLock()
+
+
+def compile_alone(*args, **kwargs):
+    """Compiles while no other thread does: of the GPU interpreter's threads one crashed inside XLA's CPU compiler."""
+    with _compiling:
+        return _compile(*args, **kwargs)
+
+
+compiler.backend_compile_and_load = compile_alone
 
 
 class TorchSide:
