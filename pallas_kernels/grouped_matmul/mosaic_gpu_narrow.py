@@ -16,7 +16,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import _platform
-from pallas_kernels._hopper import WARPGROUPS, add_product, drain, filled, launch, swizzled
+from pallas_kernels._hopper import WARPGROUPS, add_product, drain, filled, launch, store_through, swizzled
 from pallas_kernels.grouped_matmul.mosaic_gpu_work import groups_of_rows, starts_of, sums_before
 
 ROWS = 64  # of a tile
@@ -137,12 +137,6 @@ def _one_pass(x, factor, low_tiles, table, across: int, down: int, tiles: Narrow
             plgpu.set_max_registers(232, action="increase")
             my_sum = sum_smem.at[warpgroup]
 
-            def store(value, target):
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                my_sum[...] = value
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(my_sum, target)
-
             def multiply(visit, slot):
                 def product(acc):
                     for half in range(WARPGROUPS):
@@ -150,7 +144,7 @@ def _one_pass(x, factor, low_tiles, table, across: int, down: int, tiles: Narrow
                     return acc[...]
 
                 total = pl.run_scoped(product, plgpu.ACC((ROWS, rank), jnp.float32))
-                store(total, product_ref.at[column, pl.ds((first + visit) * ROWS, ROWS)])
+                store_through(my_sum, total, product_ref.at[column, pl.ds((first + visit) * ROWS, ROWS)])
 
             def step(visit, carry):
                 gradient, group = carry
@@ -171,7 +165,7 @@ def _one_pass(x, factor, low_tiles, table, across: int, down: int, tiles: Narrow
                     for part in range(owned // ROWS):
                         at = (column * WARPGROUPS + warpgroup) * owned + part * ROWS
                         value = gradient[part * ROWS : (part + 1) * ROWS]
-                        store(value, gradient_ref.at[block + group, pl.ds(at, ROWS)])
+                        store_through(my_sum, value, gradient_ref.at[block + group, pl.ds(at, ROWS)])
 
                 return lax.cond(ends, lambda: filled((owned, rank), 0.0), lambda: gradient), following
 

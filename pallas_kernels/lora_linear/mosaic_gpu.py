@@ -21,7 +21,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from pallas_kernels import _platform, nf4_linear
-from pallas_kernels._hopper import WARPGROUPS, add_product, drain, filled, launch, swizzled
+from pallas_kernels._hopper import WARPGROUPS, add_product, drain, filled, launch, store_through, swizzled
 from pallas_kernels.lora_linear import reference
 from pallas_kernels.nf4_linear import NF4Weight
 from pallas_kernels.nf4_linear.mosaic_gpu_join import write_edge
@@ -154,12 +154,6 @@ def one_pass(
             if factor is not None:
                 plgpu.barrier_wait(factor_ready)
 
-            def store(value, target):
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                my_sum[...] = value
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(my_sum, target)
-
             def multiply(visit, slot):
                 def product(acc):
                     for half in range(WARPGROUPS):
@@ -167,7 +161,7 @@ def one_pass(
                     return acc[...]
 
                 total = pl.run_scoped(product, plgpu.ACC((block, rank), jnp.float32))
-                store(total, product_ref.at[column, pl.ds((first + visit) * block, block)])
+                store_through(my_sum, total, product_ref.at[column, pl.ds((first + visit) * block, block)])
 
             def step(visit, gradient):
                 slot = lax.rem(visit, jnp.int32(stages))
@@ -189,7 +183,9 @@ def one_pass(
             if low is not None:
                 for part in range(owned // block):
                     at = (column * WARPGROUPS + warpgroup) * owned + part * block
-                    store(gradient[part * block : (part + 1) * block], gradient_ref.at[group, pl.ds(at, block)])
+                    store_through(
+                        my_sum, gradient[part * block : (part + 1) * block], gradient_ref.at[group, pl.ds(at, block)]
+                    )
             plgpu.wait_smem_to_gmem(0)
 
         @pl.when(warpgroup == WARPGROUPS)
