@@ -1,12 +1,12 @@
 """Fixtures that several packages' tests use."""
 
 import collections
+import gc
 import importlib.util
 import json
 import os
 import subprocess
 import tempfile
-import threading
 from pathlib import Path
 
 # Threads of XLA's pool. The GPU interpreter's warpgroups wait for each other inside them: with as many as a machine of
@@ -16,9 +16,9 @@ os.environ.setdefault("NPROC", "8")
 # tests show: XLA's own passes over a program stay as they are. Processes that tests start take it from here.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
+import jax
 import numpy as np
 import pytest
-from jax._src import compiler
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -29,16 +29,17 @@ from gymjax.models.names import hf_weights
 ROOT = Path(__file__).resolve().parent.parent
 TORCH_SIDE = ROOT / "tests" / "interop" / "torch_side" / "server.py"
 
-_compile, _compiling = compiler.backend_compile_and_load, threading.RLock()
+MAPPINGS = 20_000  # of memory, in which a worker may begin another file of tests; Linux gives a process 65,530
 
 
-def compile_alone(*args, **kwargs):
-    """Compiles while no other thread does: of the GPU interpreter's threads one crashed inside XLA's CPU compiler."""
-    with _compiling:
-        return _compile(*args, **kwargs)
-
-
-compiler.backend_compile_and_load = compile_alone
+@pytest.fixture(autouse=True, scope="module")
+def few_mappings():
+    """Frees compiled programs, which hold mappings: 14,000 those of one file, and LLVM crashes where it gets none."""
+    yield
+    mappings = Path("/proc/self/maps")
+    if mappings.exists() and mappings.read_bytes().count(b"\n") > MAPPINGS:
+        jax.clear_caches()
+        gc.collect()
 
 
 class TorchSide:
