@@ -27,7 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from pallas_kernels.bench import build, median_seconds
 from pallas_kernels.grouped_matmul.cases import CASES
 from pallas_kernels.grouped_matmul.mosaic_gpu_gated import gated_gradients, gated_rows
-from pallas_kernels.grouped_matmul.mosaic_gpu_rows import Tiles, group_rows
+from pallas_kernels.grouped_matmul.mosaic_gpu_rows import group_rows
+from pallas_kernels.grouped_matmul.mosaic_gpu_tiles import Tiles
 from pallas_kernels.grouped_matmul.mosaic_gpu_weights import group_weights
 from pallas_kernels.grouped_matmul.mosaic_gpu_work import HALF
 

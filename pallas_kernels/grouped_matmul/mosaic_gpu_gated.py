@@ -3,13 +3,11 @@
 Forward, gate and up are the two halves of one tile's columns, so that a warpgroup has both of an element and stores
 `silu(gate) * up * weight` beside them. Backward, the product that makes that array's gradient gets gate and up through
 four more slots of the ring behind its own and stores their gradients, never that array's. Schedule and tiles are those
-of mosaic_gpu_rows.
+of mosaic_gpu_schedule.
 """
 
-import functools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -17,20 +15,13 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import _platform
-from pallas_kernels._hopper import WARPGROUPS, drain, launch, swizzled
-from pallas_kernels.grouped_matmul.mosaic_gpu_rows import (
-    DEPTH,
-    Tiles,
-    multiply_slots,
-    send,
-    store_buffers,
-    stores_behind,
-)
-from pallas_kernels.grouped_matmul.mosaic_gpu_work import COLUMN, COUNT, FIRST, GROUP, HALF, STORED, row_items
+from pallas_kernels._hopper import WARPGROUPS
+from pallas_kernels.grouped_matmul.mosaic_gpu_schedule import check, run
+from pallas_kernels.grouped_matmul.mosaic_gpu_tiles import DEPTH, Tiles, send, stores_behind
+from pallas_kernels.grouped_matmul.mosaic_gpu_work import HALF, row_items
 
 PART = 64  # columns that are gated at a time
-ARRIVALS = 4  # of a slot: two of rows, two of weights, or two of gate and two of up
+COPIES = 2  # of weights a slot, so that there are as many as of gate and up
 LOG2E = math.log2(math.e)
 _OF_ROW = plgpu.Layout.WGMMA.reduce(1)
 
@@ -56,9 +47,9 @@ def gated_rows(xs: Sequence[jax.Array], gates: Sequence[jax.Array], ups: Sequenc
     Returns:
         gate, up and `silu(gate) * up * weight`, (M, F) in x's dtype; zeros in rows of no group.
     """
-    rows, groups, dtype, width = xs[0].shape[0], len(sizes), xs[0].dtype, gates[0].shape[1]
-    depths, half = [x.shape[1] for x in xs], tiles.columns // 2
-    _check(rows, depths, width)
+    rows, dtype, width = xs[0].shape[0], xs[0].dtype, gates[0].shape[1]
+    half = tiles.columns // 2
+    _check(xs, width, tiles)
     table = row_items(sizes, rows, -(-width // half), tiles.band)
 
     def load_weights(operand, slot, scratch, group, k, column):
@@ -78,9 +69,19 @@ def gated_rows(xs: Sequence[jax.Array], gates: Sequence[jax.Array], ups: Sequenc
             for value, ref in zip((gate, up, product * scale), out_refs, strict=True):
                 put(value, ref, place.column * half + at)
 
-    out = [jax.ShapeDtypeStruct((rows, width), dtype)] * 3
-    operands = list(zip(gates, ups, strict=True))
-    return _run(xs, operands, (weight,), table, groups, out, load_weights, finish, transposed=True, tiles=tiles)
+    return run(
+        xs,
+        list(zip(gates, ups, strict=True)),
+        (weight,),
+        table,
+        len(sizes),
+        out=[jax.ShapeDtypeStruct((rows, width), dtype)] * 3,
+        load_weights=load_weights,
+        finish=finish,
+        copies=COPIES,
+        transposed=True,
+        tiles=tiles,
+    )
 
 
 def gated_gradients(xs: Sequence[jax.Array], ws: Sequence[jax.Array], gate, up, weight, sizes, *, tiles: Tiles):
@@ -99,13 +100,13 @@ def gated_gradients(xs: Sequence[jax.Array], ws: Sequence[jax.Array], gate, up, 
         tiles' table and each half of its rows the sums over the tile's columns that make the weight's gradient,
         (lines, 2, 64) f32; the table.
     """
-    rows, groups, dtype, width = xs[0].shape[0], len(sizes), xs[0].dtype, gate.shape[1]
-    depths, columns = [x.shape[1] for x in xs], tiles.columns
-    _check(rows, depths, width)
+    rows, dtype, width = xs[0].shape[0], xs[0].dtype, gate.shape[1]
+    columns = tiles.columns
+    _check(xs, width, tiles)
     table = row_items(sizes, rows, -(-width // columns), tiles.band)
 
     def load_weights(operand, slot, scratch, group, k, column):
-        for i in range(2):
+        for i in range(COPIES):
             inner = pl.ds(i * DEPTH // 2, DEPTH // 2)
             source = operand[0].at[
                 group, pl.ds(k * DEPTH + i * DEPTH // 2, DEPTH // 2), pl.ds(column * columns, columns)
@@ -144,11 +145,21 @@ def gated_gradients(xs: Sequence[jax.Array], ws: Sequence[jax.Array], gate, up, 
 
     like = jax.ShapeDtypeStruct((rows, width), dtype)
     partial = jax.ShapeDtypeStruct((table.shape[0], WARPGROUPS, HALF), jnp.float32)
-    out = [like, like, like, partial]
-    results = _run(
-        xs, [(w,) for w in ws], (gate, up, weight), table, groups, out, load_weights, finish, load_gated,
-        transposed=False, tiles=tiles,
-    )  # fmt: skip
+    results = run(
+        xs,
+        [(w,) for w in ws],
+        (gate, up, weight),
+        table,
+        len(sizes),
+        out=[like, like, like, partial],
+        load_weights=load_weights,
+        finish=finish,
+        load_behind=load_gated,
+        behind=columns // PART,
+        copies=COPIES,
+        transposed=False,
+        tiles=tiles,
+    )
     return *results, table
 
 
@@ -165,195 +176,13 @@ class _Parts:
         self._index += 1
 
 
-def _check(rows: int, depths: Sequence[int], width: int) -> None:
-    if rows < HALF or any(depth % DEPTH for depth in depths) or width % DEPTH:
-        raise ValueError(f"M={rows} must be at least {HALF}, K={depths} and F={width} multiples of {DEPTH}; pad them")
+def _check(xs: Sequence[jax.Array], width: int, tiles: Tiles) -> None:
+    if tiles.pair:
+        raise ValueError("gated products have no pairs of blocks")
+    check(xs, width)
 
 
 def _by_row(ref, first):
     """The numbers of 64 rows, for each of a part's columns."""
     values = plgpu.load(ref.at[pl.ds(first, HALF)], layout=_OF_ROW, optimized=False)
     return lax.broadcast_in_dim(values, (HALF, PART), [0])
-
-
-def _run(
-    xs, operands, more, table, groups, out, load_weights, finish, load_gated=None, *, transposed: bool, tiles: Tiles
-):
-    """The schedule of group_rows around what is loaded of the weights and what is done with a tile's sums.
-
-    Args:
-        xs: rows of each product.
-        operands: of each product the arrays that load_weights copies from.
-        more: arrays for load_gated and finish.
-        table: of tiles.
-        groups: E.
-        out: shapes of the results.
-        load_weights: (operand, slot, scratch, group, k, column) -> None, two copies into a slot.
-        finish: (sums, scratch, (*more, *out), place) -> None, does with a tile's sums what is to be done.
-        load_gated: (more, slot, scratch, firsts, part, column) -> None, four copies into a slot behind the products',
-            for each part of a tile's columns; `finish` takes those slots. None: there are none.
-        transposed: whether the weights' last axis is the one that is summed over.
-        tiles: sizes.
-    """
-    if tiles.pair:
-        raise ValueError("gated products have no pairs of blocks")
-    dtype, columns, stages = xs[0].dtype, tiles.columns, tiles.stages
-    depths, flat = [x.shape[1] for x in xs], [array for operand in operands for array in operand]
-    parts = 0 if load_gated is None else columns // PART
-    blocks = min(table.shape[0], tiles.blocks or _platform.multiprocessors())
-
-    def kernel(refs, scratch):
-        x_refs, refs = refs[: len(xs)], refs[len(xs) :]
-        flat_refs, refs = list(refs[: len(flat)]), refs[len(flat) :]
-        operand_refs = [[flat_refs.pop(0) for _ in operand] for operand in operands]
-        table_ref, refs = refs[len(more)], [*refs[: len(more)], *refs[len(more) + 1 :]]
-        scratch = _Scratch.of(scratch, tiles.staged, parts > 0)
-        ready, free = scratch.ready, scratch.free
-        block, warpgroup = lax.axis_index("blocks"), lax.axis_index("warpgroup")
-        mine = lax.div(table_ref[0, COUNT] - block + (blocks - 1), jnp.int32(blocks))
-
-        def item(n, *fields):
-            """This block's n-th line of the table and fields of it: read a tile early."""
-            line = jnp.minimum(block + n * blocks, table.shape[0] - 1)
-            return line, *(table_ref[line, field] for field in (GROUP, COLUMN, *fields))
-
-        def products_of(group):
-            return jnp.where(group < groups, sum(depths) // DEPTH, 0)
-
-        @pl.when(warpgroup < WARPGROUPS)
-        def _compute():
-            plgpu.set_max_registers(232, action="increase")
-            fields = FIRST + warpgroup, STORED + warpgroup
-
-            def tile(n, carry):
-                visited, (line, group, column, first, stored) = carry
-                steps, following = products_of(group), item(n + 1, *fields)
-
-                def slot_of(part):
-                    return lax.rem(visited + steps + part, jnp.int32(stages))
-
-                @pl.when(stored > 0)
-                def _multiply():
-                    sums = multiply_slots(
-                        scratch.tiles, scratch.weights, ready, free, visited, steps, columns, transposed
-                    )
-                    place = _Place(line, column, first, stored, warpgroup, slot_of)
-                    finish(sums, scratch, refs, place)
-
-                @pl.when(stored == 0)
-                def _pass():
-                    def step(k, _):
-                        slot = lax.rem(visited + k, jnp.int32(stages))
-                        plgpu.barrier_wait(ready.at[slot])
-                        plgpu.barrier_arrive(free.at[slot])
-
-                    lax.fori_loop(0, steps + parts, step, None)
-
-                return visited + steps + parts, following
-
-            lax.fori_loop(0, mine, tile, (jnp.int32(0), item(0, *fields)))
-            plgpu.wait_smem_to_gmem(0)
-
-        @pl.when(warpgroup == WARPGROUPS)
-        def _feed():
-            plgpu.set_max_registers(40, action="decrease")
-
-            def tile(n, carry):
-                visited, (_, group, column, *firsts) = carry
-                steps, following = products_of(group), item(n + 1, FIRST, FIRST + 1)
-
-                def next_slot(turn):
-                    slot = lax.rem(turn, jnp.int32(stages))
-                    pl.when(turn >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
-                    return slot
-
-                def load(k, _, x_ref, operand, before):
-                    slot = next_slot(visited + before + k)
-                    for half, first in enumerate(firsts):
-                        source = x_ref.at[pl.ds(first, HALF), pl.ds(k * DEPTH, DEPTH)]
-                        plgpu.copy_gmem_to_smem(source, scratch.rows.at[slot, half], ready.at[slot])
-                    load_weights(operand, slot, scratch, group, k, column)
-
-                before = jnp.int32(0)
-                for x_ref, operand, depth in zip(x_refs, operand_refs, depths, strict=True):
-                    count = jnp.where(group < groups, depth // DEPTH, 0)
-                    one = functools.partial(load, x_ref=x_ref, operand=operand, before=before)
-                    lax.fori_loop(0, count, one, None)
-                    before += count
-
-                if load_gated is not None:
-
-                    def load_part(part, _):
-                        load_gated(refs, next_slot(visited + steps + part), scratch, firsts, part, column)
-
-                    lax.fori_loop(0, parts, load_part, None)
-                return visited + steps + parts, following
-
-            visited, _ = lax.fori_loop(0, mine, tile, (jnp.int32(0), item(0, FIRST, FIRST + 1)))
-            drain(visited, stages, free)
-
-    return launch(
-        kernel,
-        _Scratch.types(dtype, tiles, transposed, parts > 0),
-        *(*xs, *flat, *more, table),
-        out_type=out,
-        grid={"blocks": blocks},
-        reduction_bytes=0,
-    )
-
-
-class _Place(NamedTuple):
-    """Where a warpgroup's tile is: its line of the table, its column, its first row and how many are stored."""
-
-    line: Any
-    column: Any
-    first: Any
-    stored: Any
-    warpgroup: Any
-    slot_of: Any  # of the tile's parts of gate and up
-
-
-class _Scratch(NamedTuple):
-    """Shared memory and barriers.
-
-    The copy engine must not see tiles of 8 rows, between which it could not start; the tensor cores must: `rows` and
-    `tiles` are two views, of the weights' slots `others` and `other_tiles` two more. The interpreter knows none.
-    """
-
-    rows: Any
-    tiles: Any
-    weights: Any
-    others: Any
-    other_tiles: Any
-    buffers: Any
-    ready: Any
-    free: Any
-
-    @classmethod
-    def types(cls, dtype, tiles: Tiles, transposed: bool, gated: bool):
-        """What `of` takes apart."""
-        stages, columns = tiles.stages, tiles.columns
-        half, w_tile = (stages, WARPGROUPS, HALF, DEPTH), (columns, DEPTH) if transposed else (DEPTH, columns)
-        as_tiles = plgpu.SMEM(half, dtype, transforms=swizzled(DEPTH))
-        as_rows = plgpu.SMEM(half, dtype, transforms=swizzled(DEPTH)[1:])
-        weights = plgpu.SMEM((stages, *w_tile), dtype, transforms=swizzled(w_tile[1]))
-        if gated and not tiles.staged:
-            slots = stages, columns // PART, HALF, DEPTH  # a slot's bytes, of which the first two 64 rows are used
-            views = (plgpu.SMEM(slots, dtype, transforms=swizzled(DEPTH)[first:]) for first in (1, 0))
-            weights = plgpu.RefUnion(weights, *views)
-        return (
-            as_tiles if tiles.staged else plgpu.RefUnion(as_rows, as_tiles),
-            weights,
-            as_tiles if gated and tiles.staged else None,
-            store_buffers(dtype, tiles.stores),
-            plgpu.Barrier(num_arrivals=ARRIVALS, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages),
-        )
-
-    @classmethod
-    def of(cls, scratch, staged: bool, gated: bool):
-        """The scratch of a kernel."""
-        x_smem, w_smem, others, *rest = scratch
-        rows, tiles = (x_smem, x_smem) if staged else x_smem
-        others, other_tiles = (others, others) if staged or not gated else w_smem[1:]
-        return cls(rows, tiles, w_smem[0] if gated and not staged else w_smem, others, other_tiles, *rest)

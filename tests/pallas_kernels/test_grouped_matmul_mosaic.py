@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels.grouped_matmul import explain, grouped_matmul, mosaic_gpu
-from pallas_kernels.grouped_matmul.mosaic_gpu_rows import Tiles, group_rows, stores_behind
+from pallas_kernels.grouped_matmul.mosaic_gpu_rows import group_rows
+from pallas_kernels.grouped_matmul.mosaic_gpu_tiles import Tiles, stores_behind
 from pallas_kernels.grouped_matmul.mosaic_gpu_weights import group_weights
 from pallas_kernels.grouped_matmul.mosaic_gpu_work import (
     BAND,
