@@ -30,7 +30,7 @@ from offline_h200 import mosaic_environment, tools
 
 from pallas_kernels.flash_attention import mosaic_gpu
 from pallas_kernels.grouped_matmul import mosaic_gpu as grouped
-from pallas_kernels.grouped_matmul.mosaic_gpu_rows import Tiles
+from pallas_kernels.grouped_matmul.mosaic_gpu_tiles import Tiles
 from pallas_kernels.linear_cross_entropy import mosaic_gpu as loss
 from pallas_kernels.linear_cross_entropy.mosaic_gpu_codes import gradients
 from pallas_kernels.linear_cross_entropy.mosaic_gpu_exponentials import exponentials
@@ -42,6 +42,7 @@ from pallas_kernels.nf4_linear.mosaic_gpu_matmul import MatmulTiles
 from pallas_kernels.nf4_linear.mosaic_gpu_turned import TurnedTiles
 from pallas_kernels.rms_norm import mosaic_gpu as norm
 from pallas_kernels.rope import mosaic_gpu as rope
+from pallas_kernels.swiglu import mosaic_gpu as gate_kernel
 
 COUNTED = ("HGMMA", "MUFU", "FFMA", "FMUL", "FADD", "FMNMX", "F2FP", "LDS", "STS", "STSM", "LDL", "STL", "R2UR", "BAR")
 COUNTED_STRAIGHT = ("SHFL", "FMUL", "FADD", "F2FP", "SHF", "LOP3", "IMAD", "LDG", "STG", "BAR", "LDL", "STL")
@@ -234,6 +235,12 @@ def norm_kernels():
             yield [f"{name}-{more}-residual"], backward, (x, scale, rrms, x, x), 0
 
 
+def gate_kernels():
+    """Likewise of the gated activation."""
+    gate = jax.ShapeDtypeStruct((8192, 14336), jnp.bfloat16)
+    yield ["gate-F14336"], gate_kernel.forward, (gate, gate), 0
+
+
 def rope_kernels():
     """Likewise of rotation, both ways: halves of whole heads, neighbours, and heads that turn in part."""
     whole = ((32, 8, 128), (32, 2, 128), (32, 32, 128), (14, 2, 64), (16, 8, 256))
@@ -276,7 +283,7 @@ def main(wanted: list[str]) -> None:
     """Prints the report of every kernel of every case."""
     for cases, function, args, skip in itertools.chain(
         *(attention_kernels(), grouped_kernels(), gated_kernels(), narrow_kernels(), nf4_kernels(), norm_kernels()),
-        *(rope_kernels(), loss_kernels()),
+        *(gate_kernels(), rope_kernels(), loss_kernels()),
     ):
         if wanted and not any(case.startswith(name) for case in cases for name in wanted):
             continue

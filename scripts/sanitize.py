@@ -29,6 +29,7 @@ from pallas_kernels.nf4_linear import mosaic_gpu, nf4_linear
 from pallas_kernels.nf4_linear.mosaic_gpu_turned import TurnedTiles
 from pallas_kernels.rms_norm import rms_norm
 from pallas_kernels.rope import rope
+from pallas_kernels.swiglu import swiglu
 
 KERNELS: Any = "mosaic_gpu" if jax.default_backend() == "gpu" else "xla"  # elsewhere this file tests itself
 
@@ -107,6 +108,11 @@ def norm() -> None:
     both_ways(lambda x, s: rms_norm(x, s, eps=1e-5, implementation=KERNELS), normal(1024, 1024), normal(1024))
 
 
+def gate() -> None:
+    """The gated activation."""
+    both_ways(lambda gate, up: swiglu(gate, up, implementation=KERNELS), normal(1000, 1024), normal(1000, 1024))
+
+
 def rotation() -> None:
     """Queries and keys in one pass, as many as the kernel is for: halves and neighbours, whole heads and parts."""
     for interleaved, (heads, kv_heads, turned) in itertools.product((False, True), ((24, 8, 128), (32, 2, 64))):
@@ -140,7 +146,9 @@ def loss() -> None:
             )
 
 
-ALL = {call.__name__: call for call in (attention, groups, gated, nf4, nf4_turned, adapters, norm, rotation, loss)}
+ALL = {
+    call.__name__: call for call in (attention, groups, gated, nf4, nf4_turned, adapters, norm, gate, rotation, loss)
+}
 
 
 def main(names: list[str]) -> int:
