@@ -90,6 +90,12 @@ def launch(
     return plgpu.kernel(_entry(kernel, scratch_types), out_type=out_type, compiler_params=params, **shape)(*args)
 
 
+def launch_alone(kernel, blocks: int, *args, out_type):
+    """Runs `kernel(*refs)` in so many blocks of one warpgroup each; the axis of the grid is "tiles"."""
+    run = plgpu.kernel(kernel, out_type=out_type, grid=(blocks,), grid_names=("tiles",), compiler_params=_FAST)
+    return run(*args)
+
+
 def launch_in_place(
     kernel,
     scratch_types,

@@ -16,6 +16,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from pallas_kernels import _platform
+from pallas_kernels._hopper import launch_alone
 from pallas_kernels.rms_norm import reference
 
 MULTIPLE = 1024  # of widths: 16 bytes for each of 128 threads
@@ -83,7 +84,7 @@ def _forward(x: Array, added: Array | None, scale: Array, eps: float, room: int)
 
     out = [jax.ShapeDtypeStruct((rows, width + room), x.dtype), jax.ShapeDtypeStruct((rows,), jnp.float32)]
     out += [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in sums]
-    y, rrms, *totals = _launch(kernel, rows // taken, out, *operands, scale)
+    y, rrms, *totals = launch_alone(kernel, rows // taken, *operands, scale, out_type=out)
     total = totals[0].reshape(x.shape) if totals else x
     return total, y.reshape(*x.shape[:-1], width + room), rrms.reshape(*x.shape[:-1], 1)
 
@@ -99,14 +100,16 @@ def backward(
     dx_type = jax.ShapeDtypeStruct((rows, width), x.dtype)
     if not trained:
         taken = _rows_of_block(rows, width)
-        (dx,) = _launch(functools.partial(_input_gradient, taken), rows // taken, [dx_type], *operands)
+        (dx,) = launch_alone(functools.partial(_input_gradient, taken), rows // taken, *operands, out_type=[dx_type])
         return dx.reshape(x.shape), None
     if width > WIDEST_SUMMED:
         dx, _ = backward(x, scale, rrms, dy, dresidual, trained=False)
         return dx, reference.backward_scale(x, scale, rrms, dy)
     blocks = min(rows, _platform.multiprocessors() * (_SUMMED // width))
     sums_type = jax.ShapeDtypeStruct((blocks, width), jnp.float32)
-    dx, sums = _launch(functools.partial(_gradients, rows, blocks), blocks, [dx_type, sums_type], *operands)
+    dx, sums = launch_alone(
+        functools.partial(_gradients, rows, blocks), blocks, *operands, out_type=[dx_type, sums_type]
+    )
     return dx.reshape(x.shape), jnp.sum(sums, axis=0).astype(scale.dtype)
 
 
@@ -158,14 +161,3 @@ def _load(ref) -> Array:
 
 def _layout(shape: tuple[int, ...]):
     return plgpu.Layout.WG_STRIDED(shape, vec_size=_VECTOR)
-
-
-def _launch(kernel, blocks: int, out: list[jax.ShapeDtypeStruct], *arrays: Array) -> list[Array]:
-    run = plgpu.kernel(
-        kernel,
-        out_type=out,
-        grid=(blocks,),
-        grid_names=("tiles",),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-    )
-    return run(*arrays)

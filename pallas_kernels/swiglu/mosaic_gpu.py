@@ -14,6 +14,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from pallas_kernels import _platform
+from pallas_kernels._hopper import launch_alone
 
 MULTIPLE = 1024  # of elements: 16 bytes for each of 128 threads
 _VECTOR = 8
@@ -42,11 +43,5 @@ def forward(gate: Float[Array, "*B F"], up: Float[Array, "*B F"]) -> Float[Array
         gate, up = (plgpu.load(ref.at[mine], layout=layout).astype(jnp.float32) for ref in (gate_ref, up_ref))
         out_ref[mine] = (gate / (1 + jnp.exp(-gate)) * up).astype(out_ref.dtype)
 
-    run = plgpu.kernel(
-        kernel,
-        out_type=jax.ShapeDtypeStruct((gate.size,), gate.dtype),
-        grid=(gate.size // share,),
-        grid_names=("tiles",),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-    )
-    return run(gate.reshape(-1), up.reshape(-1)).reshape(gate.shape)
+    out = jax.ShapeDtypeStruct((gate.size,), gate.dtype)
+    return launch_alone(kernel, gate.size // share, gate.reshape(-1), up.reshape(-1), out_type=out).reshape(gate.shape)
