@@ -34,6 +34,7 @@ FORMS = {  # of each width
     width: {
         "128 keys": (forward_ahead, ForwardTiles()),
         "64 keys": (forward_ahead, ForwardTiles(block_kv=64, stages=4)),
+        **{f"{n} of 8 polynomials": (forward_ahead, ForwardTiles(polynomial=n)) for n in (1, 2, 3)},
     }
     for width in WIDTHS
 } | {256: {f"{keys} keys": (forward_wide, ForwardTiles(block_kv=keys)) for keys in (64, 80)}}

@@ -159,6 +159,8 @@ def test_interpreted_kernels(name, capfd):
         (64, ForwardTiles(), "growing"),
         (64, ForwardTiles(), "small"),
         (64, ForwardTiles(block_kv=64), "small"),
+        (64, ForwardTiles(polynomial=2), "growing"),
+        (64, ForwardTiles(polynomial=2), "small"),
         (256, ForwardTiles(block_kv=64), "growing"),
         (256, ForwardTiles(block_kv=80), "growing"),
         (256, ForwardTiles(block_kv=80), "small"),
@@ -174,6 +176,7 @@ def test_other_forms_of_the_forward(width, tiles, kind, monkeypatch, capfd):
         k = k.at[..., 0].set(jnp.where(jnp.arange(290) % 100 < 90, -200.0, -150.0)[:, None])
     q, k, v = (x.astype(jnp.bfloat16) for x in (q, k, v))
     ids = jnp.repeat(jnp.asarray([1, 2, 0]), jnp.asarray([30, 210, 50]))[None]
+    ids = None if tiles.polynomial else ids  # polynomials are for tiles that all queries see whole
     options = {"causal": True, "window": None, "segment_ids": ids, "scale": width**-0.5, "staged": True}
     run = forward_wide if width == 256 else mosaic_gpu.FORWARDS[width][0]
     monkeypatch.setitem(mosaic_gpu.FORWARDS, width, (run, tiles))
