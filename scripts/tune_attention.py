@@ -34,10 +34,13 @@ FORMS = {  # of each width
     width: {
         "128 keys": (forward_ahead, ForwardTiles()),
         "64 keys": (forward_ahead, ForwardTiles(block_kv=64, stages=4)),
-        **{f"{n} of 8 polynomials": (forward_ahead, ForwardTiles(polynomial=n)) for n in (1, 2, 3)},
     }
     for width in WIDTHS
 } | {256: {f"{keys} keys": (forward_wide, ForwardTiles(block_kv=keys)) for keys in (64, 80)}}
+FORMS[64] |= {
+    f"{stages} slots, {n} of 8 polynomials": (forward_ahead, ForwardTiles(stages=stages, polynomial=n))
+    for stages, n in ((3, 0), (4, 0), (2, 1), (3, 1), (2, 2), (3, 2), (3, 3))
+}
 CUDNN = "cudnn"
 
 

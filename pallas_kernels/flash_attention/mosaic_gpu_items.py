@@ -202,12 +202,11 @@ class Forward:
         return acc.astype(self.dtype), jnp.where(empty, jnp.inf, top + jnp.log2(total))
 
     def finish(self, carry, q_smem, lse_smem, out_ref, lse_ref) -> None:
-        """Writes an item's results, through the slot that its queries had."""
+        """Begins to write an item's results, through the slot that its queries had."""
         q_smem[...], lse_smem[...] = self.normalise(*carry)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(q_smem, out_ref)
         plgpu.copy_smem_to_gmem(lse_smem, lse_ref)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def load_queries(self, item: Item, refs, slots, ready) -> None:
         """Begins to load an item's queries and their bounds: (q, lo, hi) from global into shared memory."""
@@ -241,7 +240,8 @@ class Forward:
             ),
             (
                 plgpu.Barrier(num_arrivals=3, num_barriers=tiles.items),
-                *(plgpu.Barrier(num_barriers=tiles.stages),) * 2,
+                plgpu.Barrier(),  # the first keys
+                plgpu.Barrier(num_arrivals=2, num_barriers=tiles.stages),  # values and the next keys
             ),
             *self.free_and_turn(plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=tiles.items)),
         )

@@ -158,9 +158,9 @@ def test_interpreted_kernels(name, capfd):
     [
         (64, ForwardTiles(), "growing"),
         (64, ForwardTiles(), "small"),
-        (64, ForwardTiles(block_kv=64), "small"),
+        (64, ForwardTiles(block_kv=64, stages=4), "small"),
         (64, ForwardTiles(polynomial=2), "growing"),
-        (64, ForwardTiles(polynomial=2), "small"),
+        (64, ForwardTiles(polynomial=2, stages=3), "small"),
         (256, ForwardTiles(block_kv=64), "growing"),
         (256, ForwardTiles(block_kv=80), "growing"),
         (256, ForwardTiles(block_kv=80), "small"),
