@@ -12,7 +12,9 @@ from pallas_kernels import _platform
 from pallas_kernels._hopper import run_once
 from pallas_kernels.flash_attention.bounds import pad_bounds, row_bounds
 from pallas_kernels.flash_attention.mosaic_gpu_dkv import DkvTiles, backward_dkv
+from pallas_kernels.flash_attention.mosaic_gpu_dkv_wide import WideTiles, backward_dkv_wide
 from pallas_kernels.flash_attention.mosaic_gpu_dq import DqTiles, backward_dq
+from pallas_kernels.flash_attention.mosaic_gpu_dq_rings import RingTiles, backward_dq_rings
 from pallas_kernels.flash_attention.mosaic_gpu_forward_ahead import forward_ahead
 from pallas_kernels.flash_attention.mosaic_gpu_forward_wide import forward_wide
 from pallas_kernels.flash_attention.mosaic_gpu_fused import FusedTiles, backward_fused
@@ -167,10 +169,11 @@ def _backward(form: Form, *inputs):
     if not form.deterministic:
         tiles = FusedTiles(stream=128 if width == 64 else 64, staged=form.staged)
         return backward_fused(*inputs, scores=form.scores, tiles=tiles)
-    tiles = DkvTiles(split_width=width > 128, staged=form.staged)
-    dk, dv = backward_dkv(*inputs, scores=form.scores, tiles=tiles)
-    tiles = DqTiles(stages=1 if width > 128 else 2, staged=form.staged)
-    return backward_dq(*inputs, scores=form.scores, tiles=tiles), dk, dv
+    if width > 128:
+        dk, dv = backward_dkv_wide(*inputs, scores=form.scores, tiles=WideTiles(staged=form.staged))
+        return backward_dq_rings(*inputs, scores=form.scores, tiles=RingTiles(staged=form.staged)), dk, dv
+    dk, dv = backward_dkv(*inputs, scores=form.scores, tiles=DkvTiles(staged=form.staged))
+    return backward_dq(*inputs, scores=form.scores, tiles=DqTiles(staged=form.staged)), dk, dv
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)

@@ -35,18 +35,18 @@ class DkvTiles:
         own: keys that a compute warpgroup owns.
         stream: queries of a slot.
         stages: slots of the ring.
-        split_width: whether the warpgroups own the same keys and half of the columns each, for wide heads.
         staged: whether products go through shared memory, which is what the interpreter can run.
     """
 
     own: int = 64
     stream: int = 64
     stages: int = 2
-    split_width: bool = False
     staged: bool = False
 
 
-def stream_queries(sources, targets, ready, free, heads, span, row, bounds_row, stream: int, stages: int) -> None:
+def stream_queries(
+    sources, targets, ready, free, heads, span, row, bounds_row, stream: int, stages: int, vain: int = 0
+) -> None:
     """What feeds a block that owns keys: the tiles of queries that see them, head by head of their group.
 
     Args:
@@ -60,21 +60,26 @@ def stream_queries(sources, targets, ready, free, heads, span, row, bounds_row, 
         bounds_row: of lo and hi.
         stream: queries of a slot.
         stages: slots.
+        vain: tiles more, of whatever queries, for a kernel that multiplies ahead.
     """
     q, dout, lse, delta, lo, hi = sources
     begin, visits = span[0], span[3] - span[0]
+    steps = heads[1] * visits + vain
 
     def load(turn, _):
         slot = lax.rem(turn, jnp.int32(stages))
-        head = heads[0] + lax.div(turn, visits)
-        at = pl.ds((begin + lax.rem(turn, visits)) * stream, stream)
+        head, index = lax.div(turn, visits), begin + lax.rem(turn, visits)
+        if vain:  # they may lie past the last head or tile, or be of a block without any
+            head = jnp.minimum(lax.div(turn, jnp.maximum(visits, 1)), heads[1] - 1)
+            index = jnp.minimum(begin + lax.rem(turn, jnp.maximum(visits, 1)), q.shape[1] // stream - 1)
+        head, at = heads[0] + head, pl.ds(index * stream, stream)
         pl.when(turn >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
         parts = (q.at[row, at, head], dout.at[row, at, head], lse.at[row, head, at], delta.at[row, head, at])
         for source, target in zip((*parts, lo.at[bounds_row, at], hi.at[bounds_row, at]), targets, strict=True):
             plgpu.copy_gmem_to_smem(source, target.at[slot], ready.at[slot])
 
-    lax.fori_loop(0, heads[1] * visits, load, None)
-    drain(heads[1] * visits, stages, free)
+    lax.fori_loop(0, steps, load, None)
+    drain(steps, stages, free)
 
 
 def backward_dkv(q, k, v, dout, lse, delta, lo, hi, *, scores: Scores, tiles: DkvTiles):
@@ -82,7 +87,7 @@ def backward_dkv(q, k, v, dout, lse, delta, lo, hi, *, scores: Scores, tiles: Dk
 
     Args:
         q: (B, T, N, H), T a multiple of tiles.stream.
-        k: (B, S, K, H), S a multiple of what a block owns: tiles.own, or twice that without split_width.
+        k: (B, S, K, H), S a multiple of 2 * tiles.own.
         v: as k.
         dout: as q.
         lse: (B, N, T) f32, from the forward.
@@ -99,8 +104,7 @@ def backward_dkv(q, k, v, dout, lse, delta, lo, hi, *, scores: Scores, tiles: Dk
     keys, kv_heads = k.shape[1], k.shape[2]
     group = heads // kv_heads
     own, stream, stages = tiles.own, tiles.stream, tiles.stages
-    owned, columns = (1, width // WARPGROUPS) if tiles.split_width else (WARPGROUPS, width)
-    rows, shape = owned * own, (own, stream)
+    rows, shape = WARPGROUPS * own, (own, stream)
     if tokens % stream or keys % rows:
         raise ValueError(f"T={tokens} must be a multiple of {stream} and S={keys} of {rows}; pad them")
     ranges = query_tiles(lo, hi, keys, stream, rows)
@@ -108,7 +112,7 @@ def backward_dkv(q, k, v, dout, lse, delta, lo, hi, *, scores: Scores, tiles: Dk
 
     def kernel(refs, scratch):
         q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, lo_ref, hi_ref, ranges_ref, dk_ref, dv_ref = refs
-        buffers, own_ready, ready, free, done = scratch
+        buffers, own_ready, ready, free = scratch
         k_smem, v_smem, q_smem, dout_smem, lse_smem, delta_smem, lo_smem, hi_smem, staging2 = buffers
         kv_head, k_tile, row = lax.axis_index("heads"), lax.axis_index("tiles"), lax.axis_index("batch")
         warpgroup = lax.axis_index("warpgroup")
@@ -119,25 +123,17 @@ def backward_dkv(q, k, v, dout, lse, delta, lo, hi, *, scores: Scores, tiles: Dk
         @pl.when(warpgroup < WARPGROUPS)
         def _compute():
             plgpu.set_max_registers(232, action="increase")
-            part = 0 if tiles.split_width else warpgroup
-            base = k_tile * rows + part * own
+            base = k_tile * rows + warpgroup * own
             mine = (row, pl.ds(base, own), kv_head)
-            my_k, my_v = k_smem.at[part], v_smem.at[part]
-
-            @pl.when(warpgroup < owned)
-            def _load_own():
-                plgpu.copy_gmem_to_smem(k_ref.at[mine], my_k, own_ready)
-                plgpu.copy_gmem_to_smem(v_ref.at[mine], my_v, own_ready)
-
+            my_k, my_v = k_smem.at[warpgroup], v_smem.at[warpgroup]
+            plgpu.copy_gmem_to_smem(k_ref.at[mine], my_k, own_ready)
+            plgpu.copy_gmem_to_smem(v_ref.at[mine], my_v, own_ready)
             plgpu.barrier_wait(own_ready)
             staging = None if staging2 is None else staging2.at[warpgroup]
 
-            def my_columns(smem):
-                return smem.at[:, pl.ds(warpgroup * columns, columns)] if tiles.split_width else smem
-
             def step(turn, masked: bool, dk_ref, dv_ref):
                 slot = lax.rem(turn, jnp.int32(stages))
-                part = anew(0 if tiles.split_width else warpgroup)
+                part = anew(warpgroup)
                 my_k, my_v = k_smem.at[part], v_smem.at[part]
                 plgpu.barrier_wait(ready.at[slot])
                 score, dweight = two_products(
@@ -146,8 +142,8 @@ def backward_dkv(q, k, v, dout, lse, delta, lo, hi, *, scores: Scores, tiles: Dk
                 bounds = (lo_smem.at[slot], hi_smem.at[slot]) if masked else None
                 weight, slope = weights_by_key(scores, score, lse_smem.at[slot], bounds, base)
                 dscore = slope * (dweight - by_column(delta_smem.at[slot], shape))
-                add(dv_ref, weight.astype(q.dtype), my_columns(dout_smem.at[slot]), staging)
-                add(dk_ref, dscore.astype(q.dtype), my_columns(q_smem.at[slot]), staging)
+                add(dv_ref, weight.astype(q.dtype), dout_smem.at[slot], staging)
+                add(dk_ref, dscore.astype(q.dtype), q_smem.at[slot], staging)
                 plgpu.wgmma_wait(0)
                 plgpu.barrier_arrive(free.at[slot])
 
@@ -161,25 +157,14 @@ def backward_dkv(q, k, v, dout, lse, delta, lo, hi, *, scores: Scores, tiles: Dk
                 lax.fori_loop(0, group, one_head, None)
                 return dk_ref[...], dv_ref[...]
 
-            sums = plgpu.ACC((own, columns), jnp.float32)
+            sums = plgpu.ACC((own, width), jnp.float32)
             dk, dv = pl.run_scoped(all_heads, sums, sums)
-
-            def together():
-                if tiles.split_width:
-                    plgpu.barrier_arrive(done)
-                    plgpu.barrier_wait(done)
-
-            together()  # both have read K and V for the last time before either overwrites its columns
-            my_columns(my_k)[...] = (dk * scores.scale).astype(q.dtype)
-            my_columns(my_v)[...] = dv.astype(q.dtype)
+            my_k[...] = (dk * scores.scale).astype(q.dtype)  # nobody else reads these tiles
+            my_v[...] = dv.astype(q.dtype)
             plgpu.commit_smem()
-            together()
-
-            @pl.when(warpgroup < owned)
-            def _store_own():
-                plgpu.copy_smem_to_gmem(my_k, dk_ref.at[mine])
-                plgpu.copy_smem_to_gmem(my_v, dv_ref.at[mine])
-                plgpu.wait_smem_to_gmem(0)
+            plgpu.copy_smem_to_gmem(my_k, dk_ref.at[mine])
+            plgpu.copy_smem_to_gmem(my_v, dv_ref.at[mine])
+            plgpu.wait_smem_to_gmem(0)
 
         @pl.when(warpgroup == WARPGROUPS)
         def _feed():
@@ -196,15 +181,14 @@ def backward_dkv(q, k, v, dout, lse, delta, lo, hi, *, scores: Scores, tiles: Dk
         kernel,
         (
             (
-                *(tile(owned, own, width),) * 2,
+                *(tile(WARPGROUPS, own, width),) * 2,
                 *(tile(stages, stream, width),) * 2,
                 *(floats, floats, ints, ints),
                 tile(WARPGROUPS, own, stream) if tiles.staged else None,
             ),
-            plgpu.Barrier(num_arrivals=2 * owned),
+            plgpu.Barrier(num_arrivals=2 * WARPGROUPS),
             plgpu.Barrier(num_arrivals=6, num_barriers=stages),
             plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=WARPGROUPS),
         ),
         *(q, k, v, dout, lse, delta, lo, hi, ranges),
         out_type=[k, v],

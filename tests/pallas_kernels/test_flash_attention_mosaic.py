@@ -99,6 +99,12 @@ CASES = {
     "documents and window": Shape(150, documents=(70, 60), window=20),
     "width 96": Shape(130, width=96, documents=(70, 50), heads=2, kv_heads=1),
     "width 256, three items a block": Shape(130, width=256, heads=3, kv_heads=1),
+    "width 256, more keys than queries, soft-cap, sinks": Shape(
+        70, keys=200, width=256, softcap=2.0, sinks=True, heads=2, kv_heads=1
+    ),
+    "width 256, documents, padding, window": Shape(
+        150, width=256, documents=(70, 3, 60), window=50, dtype=jnp.float16, heads=2, kv_heads=1
+    ),
     "soft-cap, documents": Shape(140, softcap=2.0, documents=(70, 60), heads=2, kv_heads=1),
     "width 128, soft-cap": Shape(140, width=128, softcap=2.0, heads=2, kv_heads=1),
     "a soft-cap beyond what is raised as it is": Shape(70, softcap=60.0),
