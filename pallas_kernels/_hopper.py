@@ -32,6 +32,26 @@ def filled(shape: tuple[int, ...], value):
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
 
+def store_through(buffer, value, target) -> None:
+    """Stores a value through a buffer in shared memory by the copy engine, which must have read the one before."""
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    buffer[...] = value
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(buffer, target)
+
+
+def add_product(total, a, b, staged: bool) -> Any:
+    """total + a @ b, in place where the interpreter need not follow."""
+    if staged:
+
+        def alone(acc):
+            plgpu.wgmma(acc, a, b)
+            return acc[...]
+
+        return total + pl.run_scoped(alone, plgpu.ACC(total.shape, jnp.float32))
+    return pl.run_state(lambda acc: plgpu.wgmma(acc, a, b))(plgpu.ACC.init(total))
+
+
 def drain(visits, stages: int, *free) -> None:
     """Waits until the last slots are free, so that no barrier is left with an arrival that nobody saw."""
 

@@ -30,7 +30,7 @@ from offline_h200 import mosaic_environment, tools
 
 from pallas_kernels.flash_attention import mosaic_gpu
 from pallas_kernels.grouped_matmul import mosaic_gpu as grouped
-from pallas_kernels.grouped_matmul.mosaic_gpu_rows import Tiles
+from pallas_kernels.grouped_matmul.mosaic_gpu_tiles import Tiles
 from pallas_kernels.linear_cross_entropy import mosaic_gpu as loss
 from pallas_kernels.linear_cross_entropy.mosaic_gpu_codes import gradients
 from pallas_kernels.linear_cross_entropy.mosaic_gpu_exponentials import exponentials
@@ -42,6 +42,7 @@ from pallas_kernels.nf4_linear.mosaic_gpu_matmul import MatmulTiles
 from pallas_kernels.nf4_linear.mosaic_gpu_turned import TurnedTiles
 from pallas_kernels.rms_norm import mosaic_gpu as norm
 from pallas_kernels.rope import mosaic_gpu as rope
+from pallas_kernels.swiglu import mosaic_gpu as gate_kernel
 
 COUNTED = ("HGMMA", "MUFU", "FFMA", "FMUL", "FADD", "FMNMX", "F2FP", "LDS", "STS", "STSM", "LDL", "STL", "R2UR", "BAR")
 COUNTED_STRAIGHT = ("SHFL", "FMUL", "FADD", "F2FP", "SHF", "LOP3", "IMAD", "LDG", "STG", "BAR", "LDL", "STL")
@@ -171,6 +172,24 @@ def grouped_kernels():
             yield [case], functools.partial(grouped.backward_w, dtype=dtype), (x, dy, sizes), 0
 
 
+def gated_kernels():
+    """Likewise of products that are gated before they leave, and of their gradient."""
+    for rows, groups, width, out in ((131072, 64, 2048, 1024), (65536, 128, 2048, 768)):
+        x, low, hidden = (jax.ShapeDtypeStruct((rows, size), jnp.bfloat16) for size in (width, 64, out))
+        w, more, a, down = (
+            jax.ShapeDtypeStruct((groups, *size), jnp.bfloat16)
+            for size in ((out, width), (out, 64), (64, out), (width, out))
+        )
+        weight, sizes = jax.ShapeDtypeStruct((rows,), jnp.float32), jax.ShapeDtypeStruct((groups,), jnp.int32)
+        for wide in (width, out):
+            shapes = (rows, wide), (groups, wide, 16), (rows, 16)
+            args = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
+            yield [f"gated-narrow-N{wide}"], grouped.ONE_PASS, (*args, sizes), 0
+        name = f"gated-D{width}-F{out}"
+        yield [f"{name}-forward"], grouped.gated, ((x, low), (w, more), (w, more), weight, sizes), 0
+        yield [f"{name}-backward"], grouped.gated_backward, ((x, low), (down, a), hidden, hidden, weight, sizes), 0
+
+
 def narrow_kernels():
     """Likewise of products with adapters in one pass."""
     for width, rank in ((14336, 16), (4096, 48), (4096, 64)):
@@ -216,6 +235,12 @@ def norm_kernels():
             yield [f"{name}-{more}-residual"], backward, (x, scale, rrms, x, x), 0
 
 
+def gate_kernels():
+    """Likewise of the gated activation."""
+    gate = jax.ShapeDtypeStruct((8192, 14336), jnp.bfloat16)
+    yield ["gate-F14336"], gate_kernel.forward, (gate, gate), 0
+
+
 def rope_kernels():
     """Likewise of rotation, both ways: halves of whole heads, neighbours, and heads that turn in part."""
     whole = ((32, 8, 128), (32, 2, 128), (32, 32, 128), (14, 2, 64), (16, 8, 256))
@@ -257,8 +282,8 @@ def loss_kernels():
 def main(wanted: list[str]) -> None:
     """Prints the report of every kernel of every case."""
     for cases, function, args, skip in itertools.chain(
-        *(attention_kernels(), grouped_kernels(), narrow_kernels(), nf4_kernels(), norm_kernels(), rope_kernels()),
-        loss_kernels(),
+        *(attention_kernels(), grouped_kernels(), gated_kernels(), narrow_kernels(), nf4_kernels(), norm_kernels()),
+        *(gate_kernels(), rope_kernels(), loss_kernels()),
     ):
         if wanted and not any(case.startswith(name) for case in cases for name in wanted):
             continue

@@ -22,13 +22,14 @@ import numpy as np
 
 from gymjax.quant.nf4 import quantize
 from pallas_kernels.flash_attention import flash_attention
-from pallas_kernels.grouped_matmul import grouped_matmul
+from pallas_kernels.grouped_matmul import GroupedLayer, grouped_matmul, grouped_mlp
 from pallas_kernels.linear_cross_entropy import linear_cross_entropy
 from pallas_kernels.lora_linear import lora_linear
 from pallas_kernels.nf4_linear import mosaic_gpu, nf4_linear
 from pallas_kernels.nf4_linear.mosaic_gpu_turned import TurnedTiles
 from pallas_kernels.rms_norm import rms_norm
 from pallas_kernels.rope import rope
+from pallas_kernels.swiglu import swiglu
 
 KERNELS: Any = "mosaic_gpu" if jax.default_backend() == "gpu" else "xla"  # elsewhere this file tests itself
 
@@ -63,6 +64,18 @@ def groups() -> None:
     both_ways(lambda x, w: grouped_matmul(x, w, sizes, implementation=KERNELS), normal(200, 256), normal(4, 256, 256))
 
 
+def gated() -> None:
+    """Gated blocks of ragged groups with adapters, one group empty."""
+    sizes, factor = jnp.asarray([130, 0, 61, 9], jnp.int32), jnp.ones(4)
+
+    def block(x, weight, *parts):
+        gate, up, down = (GroupedLayer(w, a, b, factor) for w, a, b in (parts[:3], parts[3:6], parts[6:]))
+        return grouped_mlp(x, gate, up, down, weight, sizes, implementation=KERNELS)
+
+    up, down = ((4, 256, 512), (4, 16, 512), (4, 256, 16)), ((4, 512, 256), (4, 16, 256), (4, 512, 16))
+    both_ways(block, normal(200, 512), normal(200), *(normal(*shape) for shape in (*up, *up, *down)))
+
+
 def nf4() -> None:
     """Unpacking alone and inside the product."""
     weight = quantize(np.asarray(normal(256, 512), np.float32))
@@ -93,6 +106,11 @@ def adapters() -> None:
 def norm() -> None:
     """Normalisation."""
     both_ways(lambda x, s: rms_norm(x, s, eps=1e-5, implementation=KERNELS), normal(1024, 1024), normal(1024))
+
+
+def gate() -> None:
+    """The gated activation."""
+    both_ways(lambda gate, up: swiglu(gate, up, implementation=KERNELS), normal(1000, 1024), normal(1000, 1024))
 
 
 def rotation() -> None:
@@ -128,7 +146,9 @@ def loss() -> None:
             )
 
 
-ALL = {call.__name__: call for call in (attention, groups, nf4, nf4_turned, adapters, norm, rotation, loss)}
+ALL = {
+    call.__name__: call for call in (attention, groups, gated, nf4, nf4_turned, adapters, norm, gate, rotation, loss)
+}
 
 
 def main(names: list[str]) -> int:

@@ -26,8 +26,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from pallas_kernels.bench import build, median_seconds
 from pallas_kernels.grouped_matmul.cases import CASES
-from pallas_kernels.grouped_matmul.mosaic_gpu_rows import Tiles, group_rows
+from pallas_kernels.grouped_matmul.mosaic_gpu_gated import gated_gradients, gated_rows
+from pallas_kernels.grouped_matmul.mosaic_gpu_rows import group_rows
+from pallas_kernels.grouped_matmul.mosaic_gpu_tiles import Tiles
 from pallas_kernels.grouped_matmul.mosaic_gpu_weights import group_weights
+from pallas_kernels.grouped_matmul.mosaic_gpu_work import HALF
 
 DEFAULT = (
     "M65536-E64-F1024-D2048",
@@ -52,12 +55,18 @@ FORMS = {
     "192 pair": Tiles(columns=192, pair=True),
     "128, 6 slots": Tiles(columns=128, stages=6),
 }
+GATED = {  # of products that are gated; the result is half gate's and half up's, forward
+    "256": Tiles(),
+    "256, 3 slots, 4 buffers": Tiles(stages=3, stores=4),
+    "256, band 8": Tiles(band=8),
+    "256, band 32": Tiles(band=32),
+}
 
 
 @jax.jit
 def difference(got, first):
-    """Relative, in the Frobenius norm."""
-    got, first = (x.astype(jnp.float32) for x in (got, first))
+    """Relative, in the Frobenius norm; of several results of the first."""
+    got, first = (jax.tree.leaves(x)[0].astype(jnp.float32) for x in (got, first))
     return jnp.linalg.norm((got - first).ravel()) / jnp.linalg.norm(first.ravel())
 
 
@@ -91,6 +100,13 @@ def main() -> None:
             "dx": (rows, {"transposed": False}, ((dy,), (w,), sizes)),
             "dw": (weights, {"dtype": w.dtype}, (x, dy, sizes)),
         }
+        weight, gated = jnp.ones(len(x) + HALF), {}
+        for name, kernel, args in (
+            ("gated", gated_rows, ((x,), (w,), (w,), weight, sizes)),
+            ("gated dx", gated_gradients, ((x,), (w.swapaxes(1, 2),), dy, dy, weight, sizes)),
+        ):
+            gated[name] = {form: functools.partial(kernel, tiles=tiles) for form, tiles in GATED.items()}, {}, args
+        kernels |= gated
         for kernel in ("dw",) if options.weights else kernels:
             forms, same, args = kernels[kernel]
             rates, first = {}, None
@@ -100,7 +116,8 @@ def main() -> None:
                     result = run(*args)
                     first = result if first is None else first
                     wrong = not float(difference(result, first)) < 1e-3
-                    rates[form + (" WRONG" if wrong else "")] = case.flops / median_seconds(run, *args) / 1e12
+                    flops = case.flops * (2 if kernel == "gated" else 1)
+                    rates[form + (" WRONG" if wrong else "")] = flops / median_seconds(run, *args) / 1e12
                 except Exception as error:
                     print(f"{case.name} {kernel} {form}: {str(error)[:300]}", file=sys.stderr, flush=True)
             ranked = sorted(rates.items(), key=lambda item: -item[1])

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from profile_step import profiled
 
 from pallas_kernels.bench import median_seconds
-from pallas_kernels.grouped_matmul import mosaic_gpu_rows as product
+from pallas_kernels.grouped_matmul import mosaic_gpu_tiles as product
 from pallas_kernels.linear_cross_entropy import linear_cross_entropy
 from pallas_kernels.linear_cross_entropy.cases import PEERS
 from pallas_kernels.linear_cross_entropy.mosaic_gpu import Form, Tiles, refuses, statistics_and_gradient

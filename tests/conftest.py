@@ -1,6 +1,7 @@
 """Fixtures that several packages' tests use."""
 
 import collections
+import gc
 import importlib.util
 import json
 import os
@@ -15,6 +16,7 @@ os.environ.setdefault("NPROC", "8")
 # tests show: XLA's own passes over a program stay as they are. Processes that tests start take it from here.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
+import jax
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
@@ -26,6 +28,18 @@ from gymjax.models.names import hf_weights
 
 ROOT = Path(__file__).resolve().parent.parent
 TORCH_SIDE = ROOT / "tests" / "interop" / "torch_side" / "server.py"
+
+MAPPINGS = 20_000  # of memory, in which a worker may begin another file of tests; Linux gives a process 65,530
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_mappings():
+    """Frees compiled programs, which hold mappings: 14,000 those of one file, and LLVM crashes where it gets none."""
+    yield
+    mappings = Path("/proc/self/maps")
+    if mappings.exists() and mappings.read_bytes().count(b"\n") > MAPPINGS:
+        jax.clear_caches()
+        gc.collect()
 
 
 class TorchSide:

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from gymjax.models import remat as kept
 from gymjax.models.block import Block
 from gymjax.models.decoder_config import DecoderConfig
-from gymjax.models.in_place import scan_in_place, without_gradient
+from gymjax.models.in_place import refuse_gradients, scan_in_place
 from gymjax.models.offload import scan_offloaded
 from gymjax.nn.attention import LayerCache, RopeTables
 from gymjax.nn.linear import Linear
@@ -222,13 +222,15 @@ def _scan_stack(run, blocks: nnx.List, x_BTD: Array, kv, key: jax.Array | None, 
 
     why = f"with remat={remat!r} only Trained weights have one; declare it Trained, or use 'none'"
     if remat == "offload":
-        x_BTD, stats = scan_offloaded(without_cache, x_BTD, trained, without_gradient(why, rest))
+        refuse_gradients(rest, why)
+        x_BTD, stats = scan_offloaded(without_cache, x_BTD, trained, rest)
         return x_BTD, kv, stats
     run_layer = body
     if remat != "none":
         policy = kept.policy(remat)
         if fused_ops and jax.tree.leaves(trained):  # where none is declared, all weights may be differentiated
-            x_BTD, stats = scan_in_place(without_cache, x_BTD, trained, without_gradient(why, rest), policy)
+            refuse_gradients(rest, why)
+            x_BTD, stats = scan_in_place(without_cache, x_BTD, trained, rest, policy)
             return x_BTD, kv, stats
         run_layer = jax.checkpoint(body, prevent_cse=False, policy=policy)
     (x_BTD, kv), stats = jax.lax.scan(lambda carry, layer: run_layer(carry, *layer), (x_BTD, kv), (trained, rest))

@@ -74,12 +74,17 @@ def scan_in_place(body: Body, x: Array, trained: Any, rest: Any, policy: Callabl
     return run(x, trained, rest)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def without_gradient(why: str, tree: Any) -> Any:
-    """The pytree; differentiating by a part of it is a TypeError that names the part and says `why`.
+def refuse_gradients(tree: Any, why: str) -> None:
+    """Makes it a TypeError, which names the part and says `why`, to differentiate by a part of a pytree.
 
-    What a custom gradient does not give is zero otherwise, without a word.
+    What a custom gradient does not give is zero otherwise, without a word. The pytree's arrays themselves are what
+    programs go on with, so that whoever looks for them finds them.
     """
+    _guarded(why, tree)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _guarded(why: str, tree: Any) -> Any:
     del why
     return tree
 
@@ -92,7 +97,7 @@ def _refuse_tangents(why: str, primals: tuple, tangents: tuple) -> Any:
     return primals[0], tangents[0]
 
 
-without_gradient.defjvp(_refuse_tangents, symbolic_zeros=True)
+_guarded.defjvp(_refuse_tangents, symbolic_zeros=True)
 
 
 def _empty(layers: int, like: Any) -> Array:

@@ -27,7 +27,7 @@ from gymjax.nn.routing import (
     scatter,
     weights_of_rows,
 )
-from pallas_kernels.grouped_matmul import GroupedLayer, grouped_layers
+from pallas_kernels.grouped_matmul import GroupedLayer, grouped_layers, grouped_mlp
 from pallas_kernels.lora_linear import LOW_NAME
 
 ExpertLayout = Literal["experts", "block_sparse_moe", "fused"]
@@ -71,6 +71,11 @@ class MoEConfig:
     activation: ClampedSwiGLU | None = None
     shared_ffn_width: int | None = None
     layout: ExpertLayout = "experts"
+
+    @property
+    def gated_in_products(self) -> bool:
+        """Whether the experts' products gate what they make, so that the product of gate and up is never kept."""
+        return self.activation is None and not self.use_bias
 
 
 class ExpertAdapter(Protocol):
@@ -165,7 +170,8 @@ class MoE(nnx.Module):
         """
         keys = [None] * 3 if key is None else jax.random.split(key, 3)
         x_MD = x_BTD.reshape(-1, x_BTD.shape[-1])
-        logits_ME = self._logits(x_MD, keys[0])
+        # Named for all who read them: the product would be made again for readers of what has no name.
+        logits_ME = checkpoint_name(self._logits(x_MD, keys[0]), ROUTING_NAME)
         expert_Mk, weight_Mk = route(logits_ME, self.cfg.top_k, renormalize=self.cfg.renormalize)
         y_BTD = self._experts(x_MD, expert_Mk, weight_Mk).reshape(x_BTD.shape)
         if self.shared is not None and self.shared_gate is not None:
@@ -187,6 +193,9 @@ class MoE(nnx.Module):
 
         def experts(x_MD: Array, weight_Mk: Array) -> Array:
             rows = checkpoint_name(scatter(x_MD, to), "rows")
+            if self.cfg.gated_in_products:
+                gate, up, down = (projection.layer() for projection in (self.gate, self.up, self.down))
+                return combine(grouped_mlp(rows, gate, up, down, weights_of_rows(weight_Mk, to), to.sizes), to)
             gate, up = apply_experts(rows, (self.gate, self.up), to)
             gate, up = checkpoint_name(gate, "gate"), checkpoint_name(up, "up")
             # Plain jnp in f32: compilers make one pass of it with the weights, and one of all its gradients.

@@ -32,7 +32,8 @@ def _router_logits_fwd(x_MD: Array, w_ED: Array) -> tuple[Array, tuple[Array, Ar
 
 def _router_logits_bwd(residuals: tuple[Array, Array], dy_ME: Array) -> tuple[Array, Array]:
     x_MD, w_ED = residuals
-    dx_MD = _f32_product("me,ed->md", dy_ME.astype(x_MD.dtype), w_ED.astype(x_MD.dtype)).astype(x_MD.dtype)
+    # summed in f32 and rounded by the product: asked for f32, it would store 4 bytes an element
+    dx_MD = jnp.einsum("me,ed->md", dy_ME.astype(x_MD.dtype), w_ED.astype(x_MD.dtype))
     parts = _f32_product("me,md->ed", jnp.concatenate(_thirds(dy_ME), axis=1), x_MD)
     return dx_MD, sum(jnp.split(parts, 3), jnp.float32(0)).astype(w_ED.dtype)
 
@@ -76,7 +77,6 @@ def _route(logits_ME: Array, top_k: int, renormalize: bool) -> tuple[Array, Arra
 
 
 def _route_fwd(logits_ME: Array, top_k: int, renormalize: bool):
-    logits_ME = checkpoint_name(logits_ME, ROUTING_NAME)
     expert_Mk, weight_Mk = (checkpoint_name(x, ROUTING_NAME) for x in _route(logits_ME, top_k, renormalize))
     return (expert_Mk, weight_Mk), (logits_ME, expert_Mk, weight_Mk)
 

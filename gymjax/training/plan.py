@@ -117,7 +117,9 @@ def units(work: Workload) -> list[tuple[str, ...]]:
     elif work.length <= CHUNK:
         found += [("gate",), ("up",)]
     if cfg.sparse_layers:
-        found += [("rows",), ("hidden",)]
+        found.append(("rows",))
+    if any(kind.experts is not None and not kind.experts.gated_in_products for kind in cfg.kinds):
+        found.append(("hidden",))
     return found
 
 
@@ -145,10 +147,9 @@ def _products(work: Workload, kind: LayerKind) -> dict[str, float]:
     of_experts = {}
     if kind.experts is not None:
         rows = kind.experts.top_k * cfg.width
-        of_experts = {
-            "rows": FLOPS_A_BYTE * 4.0 * rows,
-            "hidden": FLOPS_A_BYTE * 2.0 * ffn,
-        }  # read and written; written
+        of_experts = {"rows": FLOPS_A_BYTE * 4.0 * rows}  # read and written
+        if not kind.experts.gated_in_products:
+            of_experts["hidden"] = FLOPS_A_BYTE * 2.0 * ffn  # written
     return of_experts | {
         of_q: 2.0 * cfg.width * q,
         of_k: 2.0 * cfg.width * k,

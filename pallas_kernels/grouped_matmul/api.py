@@ -79,6 +79,11 @@ def weights_gradient(name: Implementation, x: Array, dy: Array, group_sizes: Arr
     return _KERNELS[name].backward_w(x, dy, group_sizes, dtype)
 
 
+def kernels(name: Implementation):
+    """The module of a chosen implementation."""
+    return _KERNELS[name]
+
+
 def _refusals(x: Array | jax.ShapeDtypeStruct, w: Array | jax.ShapeDtypeStruct) -> _dispatch.Refusals:
     return {"mosaic_gpu": mosaic_gpu.refuses(x, w), "xla": None}
 

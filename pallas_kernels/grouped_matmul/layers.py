@@ -17,7 +17,7 @@ from pallas_kernels.grouped_matmul.api import choose, product, weights_gradient
 from pallas_kernels.lora_linear import LOW_NAME
 from pallas_kernels.nf4_linear import NF4Weight, dense
 
-_RANKS = 64  # what adapters' ranks are filled up to together for our kernels: their narrowest product
+RANKS = 64  # what adapters' ranks are filled up to together for our kernels: their narrowest product
 
 
 class GroupedLayer(NamedTuple):
@@ -63,17 +63,18 @@ def grouped_layers(
         NotImplementedError: the named implementation refuses these arguments; the message says why.
     """
     for layer in layers:
-        _check(x, layer, group_sizes)
+        check(x, layer, group_sizes)
     name = choose(x, layers[0].w, implementation)
-    a, bs = _joined(layers, _RANKS if name == "mosaic_gpu" else 1)
+    a, bs = joined(layers, RANKS if name == "mosaic_gpu" else 1)
     return _layers(name, x, tuple(layer.w for layer in layers), a, bs, group_sizes)
 
 
-def _check(x: Array, layer: GroupedLayer, group_sizes: Array) -> None:
+def check(x: Array | jax.ShapeDtypeStruct, layer: GroupedLayer, group_sizes: Array) -> None:
+    """Raises ValueError where shapes do not fit together."""
     w, a, b, factor = layer
     groups, (out, width) = (w.codes if isinstance(w, NF4Weight) else w).shape[0], w.shape[-2:]
     rank = 0 if a is None else a.shape[1]
-    want = {"x": (len(x), width), "group_sizes": (groups,)}
+    want = {"x": (x.shape[0], width), "group_sizes": (groups,)}
     got = {"x": x.shape, "group_sizes": group_sizes.shape}
     if a is not None:
         want |= {"a": (groups, rank, width), "b": (groups, out, rank), "factor": (groups,)}
@@ -82,7 +83,7 @@ def _check(x: Array, layer: GroupedLayer, group_sizes: Array) -> None:
         raise ValueError(f"grouped_layers: with w of {groups} groups, {(out, width)}, shapes are {want}; got {got}")
 
 
-def _joined(layers: Sequence[GroupedLayer], multiple: int) -> tuple[Array | None, tuple[Array | None, ...]]:
+def joined(layers: Sequence[GroupedLayer], multiple: int) -> tuple[Array | None, tuple[Array | None, ...]]:
     """All down-projections one after the other (E, R, I), and the up-projections with zeros where others' ranks are.
 
     R is their ranks' sum filled up to a multiple.
@@ -111,16 +112,22 @@ def _layers(name: Implementation, x: Array, ws: tuple, a: Array | None, bs: tupl
 
 
 def _forward(name: Implementation, x: Array, ws: tuple, a: Array | None, bs: tuple, sizes: Array):
-    low = None
-    if a is not None:
-        low = checkpoint_name(product(name, (x,), (a,), sizes, transposed=True), LOW_NAME)
+    low = low_product(name, x, a, sizes)
     ys = []
     for w, b in zip(ws, bs, strict=True):
-        xs, weights = [x], [dense(w, x.dtype)]
-        if low is not None and b is not None:
-            xs, weights = [x, low], [*weights, b]
+        xs, weights = with_adapter(x, w, low, b)
         ys.append(product(name, xs, weights, sizes, transposed=True))
     return tuple(ys), low
+
+
+def low_product(name: Implementation, x: Array, a: Array | None, sizes: Array) -> Array | None:
+    """x with all down-projections."""
+    return None if a is None else checkpoint_name(product(name, (x,), (a,), sizes, transposed=True), LOW_NAME)
+
+
+def with_adapter(x: Array, w, low: Array | None, b: Array | None) -> tuple[list[Array], list[Array]]:
+    """What a layer's result is the sum of products of."""
+    return ([x], [dense(w, x.dtype)]) if low is None or b is None else ([x, low], [dense(w, x.dtype), b])
 
 
 def _layers_fwd(name: Implementation, x: Array, ws: tuple, a: Array | None, bs: tuple, sizes: Array):
@@ -130,23 +137,47 @@ def _layers_fwd(name: Implementation, x: Array, ws: tuple, a: Array | None, bs: 
 
 def _layers_bwd(name: Implementation, residuals, dys: tuple[Array, ...]):
     x, ws, a, bs, sizes, low = residuals
-    over, down = list(dys), [dense(w, x.dtype) for w in ws]
-    da, dbs = None, (None,) * len(bs)
-    if a is not None:
-        adapted = [i for i, b in enumerate(bs) if b is not None]
-        dlow = product(name, [dys[i] for i in adapted], [bs[i] for i in adapted], sizes, transposed=False)
-        over, down = [*over, dlow], [*down, a]
-        da = weights_gradient(name, x, dlow, sizes, a.dtype)
-        dbs = tuple(
-            None if b is None else weights_gradient(name, low, dy, sizes, b.dtype)
-            for dy, b in zip(dys, bs, strict=True)
-        )
-    dx = product(name, over, down, sizes, transposed=False)
-    dws = tuple(
-        None if isinstance(w, NF4Weight) else weights_gradient(name, x, dy, sizes, w.dtype)
-        for w, dy in zip(ws, dys, strict=True)
-    )
-    return dx, dws, da, dbs, np.zeros(sizes.shape, jax.dtypes.float0)
+    dlow = low_gradient(name, dys, bs, sizes)
+    dx = product(name, *over_and_down(x.dtype, dys, ws, a, dlow), sizes, transposed=False)
+    dws, da = gradients_below(name, x, ws, a, dys, dlow, sizes)
+    return dx, dws, da, gradients_above(name, bs, low, dys, sizes), no_gradient(sizes)
+
+
+def low_gradient(name: Implementation, dys: Sequence[Array], bs: Sequence[Array | None], sizes: Array) -> Array | None:
+    """Of adapters' low products."""
+    pairs = [(dy, b) for dy, b in zip(dys, bs, strict=True) if b is not None]
+    if not pairs:
+        return None
+    adapted, ups = zip(*pairs, strict=True)
+    return product(name, adapted, ups, sizes, transposed=False)
+
+
+def over_and_down(
+    dtype, dys: Sequence[Array], ws: Sequence, a: Array | None, dlow: Array | None
+) -> tuple[list[Array], list[Array]]:
+    """What the gradient of layers' input is the sum of products of."""
+    over, down = list(dys), [dense(w, dtype) for w in ws]
+    return (over, down) if a is None or dlow is None else ([*over, dlow], [*down, a])
+
+
+def gradients_above(name: Implementation, bs: Sequence, low: Array | None, dys: Sequence[Array], sizes: Array) -> tuple:
+    """Of up-projections, which read the low product."""
+    if low is None:
+        return (None,) * len(bs)
+    pairs = zip(bs, dys, strict=True)
+    return tuple(None if b is None else weights_gradient(name, low, dy, sizes, b.dtype) for b, dy in pairs)
+
+
+def gradients_below(name: Implementation, x: Array, ws: Sequence, a, dys: Sequence[Array], dlow, sizes: Array) -> tuple:
+    """Of weights and of the joined down-projection, which read x."""
+    pairs = zip(ws, dys, strict=True)
+    dws = (None if isinstance(w, NF4Weight) else weights_gradient(name, x, dy, sizes, w.dtype) for w, dy in pairs)
+    return tuple(dws), None if a is None else weights_gradient(name, x, dlow, sizes, a.dtype)
+
+
+def no_gradient(sizes: Array) -> np.ndarray:
+    """Of integers."""
+    return np.zeros(sizes.shape, jax.dtypes.float0)
 
 
 _layers.defvjp(_layers_fwd, _layers_bwd)

@@ -16,7 +16,7 @@ from jax.experimental.mosaic.gpu.fragmented_array import Tiling
 
 from pallas_kernels import _platform
 from pallas_kernels._hopper import WARPGROUPS, drain, launch, swizzled
-from pallas_kernels.grouped_matmul.mosaic_gpu_rows import (
+from pallas_kernels.grouped_matmul.mosaic_gpu_tiles import (
     DEPTH,
     Tiles,
     free_slots,

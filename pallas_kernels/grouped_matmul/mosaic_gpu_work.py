@@ -38,7 +38,7 @@ def row_items(sizes: Int[Array, " E"], rows: int, columns: int, band: int = BAND
         band: tiles along the rows of a band.
     """
     sizes = sizes.astype(jnp.int32)
-    starts, first_items = _sums_before(sizes, -(-sizes // ROWS) * columns)
+    starts, first_items = sums_before(sizes, -(-sizes // ROWS) * columns)
     ends = jnp.append(starts[1:], rows)
     last_items = jnp.append(first_items[1:], first_items[-1] - (-(ends[-1] - starts[-1]) // ROWS) * columns)
     most = (rows // ROWS + min(len(starts), rows)) * columns
@@ -61,12 +61,35 @@ def row_items(sizes: Int[Array, " E"], rows: int, columns: int, band: int = BAND
     return jnp.stack(lines, axis=1)
 
 
+def places_of_rows(
+    table: Int[Array, "items 8"], sizes: Int[Array, " E"], rows: int, columns: int, band: int = BAND
+) -> tuple[Int[Array, "M columns"], Int[Array, " M"], Int[Array, " M"]]:
+    """Where row_items' table has each row: its lines, one a column, and in each the half and the row's place in it."""
+    sizes = sizes.astype(jnp.int32)
+    starts, first_items = sums_before(sizes, -(-sizes // ROWS) * columns)
+    ends = jnp.append(starts[1:], rows)
+    row, group = jnp.arange(rows, dtype=jnp.int32), groups_of_rows(starts, rows)
+    tile = (row - starts[group]) // ROWS
+    above = tile // band * band
+    height = jnp.minimum(-(-(ends - starts)[group] // ROWS) - above, band)
+    before = first_items[group] + above * columns + tile - above
+    lines = before[:, None] + height[:, None] * jnp.arange(columns, dtype=jnp.int32)
+    line = table[lines[:, 0]]
+    half = ((line[:, STORED + 1] > 0) & (row >= line[:, FIRST + 1])).astype(jnp.int32)
+    return lines, half, row - jnp.where(half > 0, line[:, FIRST + 1], line[:, FIRST])
+
+
+def groups_of_rows(starts: Int[Array, " E+1"], rows: int) -> Int[Array, " M"]:
+    """The group of each row; E of rows of no group. Of `starts_of`'s starts."""
+    return jnp.sum(jnp.arange(rows, dtype=jnp.int32)[:, None] >= starts[1:], axis=1, dtype=jnp.int32)
+
+
 def starts_of(sizes: Int[Array, " E"]) -> Int[Array, " E+1"]:
     """First row of each group, and the one behind the last group's last."""
-    return _sums_before(sizes.astype(jnp.int32))[0]
+    return sums_before(sizes.astype(jnp.int32))[0]
 
 
-def _sums_before(*values: Int[Array, " E"]) -> tuple[Int[Array, " E+1"], ...]:
+def sums_before(*values: Int[Array, " E"]) -> tuple[Int[Array, " E+1"], ...]:
     """Sums of the first 0, 1, ... E values: by comparison, which is one kernel where a scan is several."""
     groups = jnp.arange(len(values[0]) + 1)
     before = groups[:, None] > groups[:-1]

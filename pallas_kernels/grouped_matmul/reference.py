@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 _SMALLEST, _LARGEST = 8, 512
+narrow = None  # products and gradients of narrow factors are two passes
 
 
 class _Blocks(NamedTuple):
@@ -73,6 +74,34 @@ def products(
     zero = jnp.zeros((rows + size, ws[0].shape[2 - axis]), dtype)
     y, _ = jax.lax.scan(write, zero, _blocks(rows, sizes, size))
     return jnp.where(jnp.arange(rows)[:, None] < jnp.sum(sizes), y[:rows], 0)
+
+
+def gated(
+    xs: Sequence[Array], gates: Sequence[Array], ups: Sequence[Array], weight: Float[Array, " M"], sizes
+) -> tuple[Array, Array, Array]:
+    """Return gate, up and `silu(gate) * up * weight`, (M, F).
+
+    gate[m] is the sum over i of xs[i][m] @ gates[i][e].T, up likewise; both are rounded to x's dtype first.
+    """
+    gate, up = (products(xs, ws, sizes, transposed=True) for ws in (gates, ups))
+    return gate, up, _gate(gate, up, weight).astype(gate.dtype)
+
+
+def gated_backward(
+    xs: Sequence[Array], ws: Sequence[Array], gate: Array, up: Array, weight: Float[Array, " M"], sizes
+) -> tuple[Array, Array, Array, Float[Array, " M"]]:
+    """Return gradients of gate and up, `silu(gate) * up * weight`, and the gradient of weight.
+
+    That product's gradient is the sum over i of xs[i][m] @ ws[i][e], rounded to x's dtype.
+    """
+    d = products(xs, ws, sizes, transposed=False)
+    product, pull_back = jax.vjp(_gate, gate, up, weight)
+    dgate, dup, dweight = pull_back(d.astype(jnp.float32))
+    return dgate, dup, product.astype(gate.dtype), dweight
+
+
+def _gate(gate: Array, up: Array, weight: Array) -> Float[Array, "M F"]:
+    return jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32) * weight[:, None]
 
 
 def _block_size(rows: int, groups: int) -> int:

@@ -21,7 +21,7 @@ from jaxtyping import Array, BFloat16, Float, Int, Shaped
 
 from pallas_kernels import _platform
 from pallas_kernels._hopper import WARPGROUPS, drain, launch, padded, swizzled
-from pallas_kernels.grouped_matmul.mosaic_gpu_rows import (
+from pallas_kernels.grouped_matmul.mosaic_gpu_tiles import (
     DEPTH,
     Tiles,
     free_slots,

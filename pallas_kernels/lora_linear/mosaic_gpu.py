@@ -21,7 +21,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from pallas_kernels import _platform, nf4_linear
-from pallas_kernels._hopper import WARPGROUPS, drain, filled, launch, swizzled
+from pallas_kernels._hopper import WARPGROUPS, add_product, drain, filled, launch, store_through, swizzled
 from pallas_kernels.lora_linear import reference
 from pallas_kernels.nf4_linear import NF4Weight
 from pallas_kernels.nf4_linear.mosaic_gpu_join import write_edge
@@ -154,12 +154,6 @@ def one_pass(
             if factor is not None:
                 plgpu.barrier_wait(factor_ready)
 
-            def store(value, target):
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                my_sum[...] = value
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(my_sum, target)
-
             def multiply(visit, slot):
                 def product(acc):
                     for half in range(WARPGROUPS):
@@ -167,13 +161,13 @@ def one_pass(
                     return acc[...]
 
                 total = pl.run_scoped(product, plgpu.ACC((block, rank), jnp.float32))
-                store(total, product_ref.at[column, pl.ds((first + visit) * block, block)])
+                store_through(my_sum, total, product_ref.at[column, pl.ds((first + visit) * block, block)])
 
             def step(visit, gradient):
                 slot = lax.rem(visit, jnp.int32(stages))
                 plgpu.barrier_wait(ready.at[slot])
                 if low is not None:
-                    gradient = _add_product(
+                    gradient = add_product(
                         gradient,
                         x_smem.at[slot, warpgroup].transpose((1, 0)),
                         low_smem.at[slot].transpose((1, 0)),
@@ -189,7 +183,9 @@ def one_pass(
             if low is not None:
                 for part in range(owned // block):
                     at = (column * WARPGROUPS + warpgroup) * owned + part * block
-                    store(gradient[part * block : (part + 1) * block], gradient_ref.at[group, pl.ds(at, block)])
+                    store_through(
+                        my_sum, gradient[part * block : (part + 1) * block], gradient_ref.at[group, pl.ds(at, block)]
+                    )
             plgpu.wait_smem_to_gmem(0)
 
         @pl.when(warpgroup == WARPGROUPS)
@@ -241,18 +237,6 @@ def one_pass(
     sums = [part.sum(axis=0) for part in results]
     product = sums.pop(0) if factor is not None else None
     return product, sums.pop() if low is not None else None
-
-
-def _add_product(total, a, b, staged: bool):
-    """total + a @ b, in place where the interpreter need not follow."""
-    if staged:
-
-        def alone(acc):
-            plgpu.wgmma(acc, a, b)
-            return acc[...]
-
-        return total + pl.run_scoped(alone, plgpu.ACC(total.shape, jnp.float32))
-    return pl.run_state(lambda acc: plgpu.wgmma(acc, a, b))(plgpu.ACC.init(total))
 
 
 def _stages(tiles: NarrowTiles, rank: int, product: bool, gradient: bool, itemsize: int) -> int:

@@ -87,12 +87,12 @@ def suitable_turned(rows: int, depth: int, width: int) -> TurnedTiles:
         """Those of a block: a step reads x's tile twice and writes it once, and decodes; parts go through memory.
 
         Of a tile they are 4 bytes an element each way, 64 a cycle. One block reads those of all others after its own.
-        Between tiles the tensor cores rest.
+        The other numbers are fitted to the forms that scripts/tune_nf4.py timed on an H200, 512 rows.
         """
         items = -(-rows // tiles.rows) * (width // (team * WIDTH))
         shares = Shares(items, steps, tiles.unit or steps, _platform.multiprocessors() // team)
         parts = (1 - -steps // shares.longest) * (tiles.rows * WIDTH // 16)
-        return shares.longest * (3 * tiles.rows + 350) + shares.cut * (3000 + parts) + shares.tiles * 2000
+        return shares.longest * (3 * tiles.rows + 550) + shares.cut * (30000 + parts) + shares.tiles * 15000
 
     units = [2, *(steps // parts for parts in (2, 3, 4, 8) if steps % (2 * parts) == 0), None]
     slots = {64: 8, 128: 8, 256: 4}  # 144 to 224 KiB of shared memory

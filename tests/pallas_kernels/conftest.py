@@ -3,6 +3,7 @@
 Oracles are written in numpy float64, gradients too: they share no code with the kernels and compile nothing.
 """
 
+import re
 from collections.abc import Callable
 
 import jax
@@ -76,3 +77,14 @@ def grouped_oracle() -> Callable:
         return y, dx, dw
 
     return oracle
+
+
+@pytest.fixture
+def races():
+    """Reports of races in what the interpreter said, but for two stores of results: rows stored twice are alike."""
+
+    def found(said: str) -> list[str]:
+        reports = re.split(r"RACE DETECTED\n", said)[1:]
+        return [one for one in reports if one.count("  write of HostAllocationKey(memory_space_id=0,") != 2]
+
+    return found

@@ -31,7 +31,7 @@ def test_folder_has_the_same_names(op: str) -> None:
     files = {path.name for path in (ROOT / op).glob("*.py")}
     optional = {"mosaic_gpu.py", "jax_triton.py", "cudnn.py"}
     optional |= {name for name in files if name.startswith("mosaic_gpu_")} | {"bounds.py", "checks.py"}  # of long ones
-    optional |= {"layers.py"}  # what several products make together
+    optional |= {"layers.py", "gated.py"}  # what several products make together
     assert files - optional == {"__init__.py", "api.py", "reference.py", "cases.py"}
     module = importlib.import_module(f"pallas_kernels.{op}")
     assert callable(getattr(module, op))

@@ -201,6 +201,45 @@ def test_swiglu_is_finite_at_the_ends() -> None:
 Q, K, TABLE = (2, 3, 4, 8), (2, 3, 2, 8), (2, 3, 4)
 
 
+@pytest.mark.parametrize(("shape", "dtype"), [((2, 3, 1024), jnp.bfloat16), ((16, 512), jnp.float16)])
+def test_interpreted_swiglu(
+    shape: tuple[int, ...],
+    dtype: jnp.dtype,
+    normal: Callable,
+    out_and_grads: Callable,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture,
+) -> None:
+    monkeypatch.setattr(_platform, "compute_capability", lambda: (9, 0))
+    gate, up, dy = normal(21, shape, shape, shape, dtype=dtype)
+    gate = gate.at[0, :3].set(jnp.asarray([-6e4, 0, 6e4], dtype).reshape(3, *[1] * (len(shape) - 2)))
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+        out, grads = out_and_grads(partial(swiglu, implementation="mosaic_gpu"), (gate, up), dy)
+    assert "RACE" not in capfd.readouterr().out
+    plain, plain_grads = out_and_grads(partial(swiglu, implementation="xla"), (gate, up), dy)
+    assert out.dtype == dtype
+    # two ways to a quotient in f32: rarely, a result between two numbers of 16 bits falls to the other one
+    np.testing.assert_allclose(np.asarray(out, np.float32), np.asarray(plain, np.float32), rtol=2**-7, atol=1e-7)
+    assert (out != plain).mean() < 1e-2
+    np.testing.assert_array_equal(jnp.stack(grads), jnp.stack(plain_grads))
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "activation", "reason"),
+    [
+        ((4, 1024), jnp.bfloat16, "gelu", "it has silu, and not gelu"),
+        ((4, 1024), jnp.float32, "silu", "it needs bfloat16 or float16, and gate is float32"),
+        ((5, 512), jnp.bfloat16, "silu", "multiple of 1024 below 2\\*\\*31, and is 2560"),
+        ((4, 1024), jnp.bfloat16, "silu", "it needs an NVIDIA GPU"),
+    ],
+)
+def test_swiglu_kernel_says_what_it_refuses(
+    shape: tuple[int, ...], dtype: jnp.dtype, activation: str, reason: str
+) -> None:
+    with pytest.raises(NotImplementedError, match=reason):
+        swiglu(jnp.ones(shape, dtype), jnp.ones(shape, dtype), activation=activation, implementation="mosaic_gpu")
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [

@@ -5,7 +5,6 @@ What the real kernels' schedule adds is checked on the GPU by scripts/check_grou
 """
 
 import functools
-import re
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -14,7 +13,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels.grouped_matmul import explain, grouped_matmul, mosaic_gpu
-from pallas_kernels.grouped_matmul.mosaic_gpu_rows import Tiles, group_rows, stores_behind
+from pallas_kernels.grouped_matmul.mosaic_gpu_rows import group_rows
+from pallas_kernels.grouped_matmul.mosaic_gpu_tiles import Tiles, stores_behind
 from pallas_kernels.grouped_matmul.mosaic_gpu_weights import group_weights
 from pallas_kernels.grouped_matmul.mosaic_gpu_work import (
     BAND,
@@ -42,16 +42,10 @@ ROUTINGS = {  # rows, sizes, (D, F)
 }
 
 
-def races(said: str) -> list[str]:
-    """The interpreter's reports of races, but for two stores of results: rows stored twice are stored alike."""
-    found = re.split(r"RACE DETECTED\n", said)[1:]
-    return [one for one in found if one.count("  write of HostAllocationKey(memory_space_id=0,") != 2]
-
-
 @pytest.mark.parametrize(
     ("routing", "dtype"), [*((routing, jnp.bfloat16) for routing in ROUTINGS), ("small groups", jnp.float16)]
 )
-def test_interpreted_kernels(routing, dtype, normal, relative_error, capfd, grouped_oracle):
+def test_interpreted_kernels(routing, dtype, normal, relative_error, capfd, grouped_oracle, races):
     rows, sizes, (width, out) = ROUTINGS[routing]
     x, w, dy = normal(0, (rows, width), (len(sizes), out, width), (rows, out), dtype=dtype)
     exact = grouped_oracle(x, w, sizes, dy)
@@ -79,7 +73,7 @@ def test_interpreted_kernels(routing, dtype, normal, relative_error, capfd, grou
 
 
 @pytest.mark.parametrize("routing", ["empty, odd sizes, rows of no group", "small groups"])
-def test_interpreted_sums_of_products(routing, normal, relative_error, capfd, grouped_oracle):
+def test_interpreted_sums_of_products(routing, normal, relative_error, capfd, grouped_oracle, races):
     """One kernel sums products of different depths, in the base's orientation and in that of the gradient."""
     rows, sizes, (width, out) = ROUTINGS[routing]
     x, w, low, up, dy = normal(
@@ -104,7 +98,7 @@ def test_interpreted_sums_of_products(routing, normal, relative_error, capfd, gr
 
 
 @pytest.mark.parametrize("routing", ["full tiles", "small groups"])
-def test_interpreted_pairs_of_blocks(routing, normal, relative_error, capfd, grouped_oracle):
+def test_interpreted_pairs_of_blocks(routing, normal, relative_error, capfd, grouped_oracle, races):
     """Blocks of a cluster that share what they read; of an odd number of tiles, one is empty."""
     rows, sizes, (width, out) = ROUTINGS[routing]
     x, w, dy = normal(3, (rows, width), (len(sizes), out, width), (rows, out), dtype=jnp.bfloat16)
@@ -134,7 +128,7 @@ def test_interpreted_pairs_of_blocks(routing, normal, relative_error, capfd, gro
     ids=str,
 )
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # inf - inf, in the interpreter's NumPy
-def test_interpreted_forms_of_the_weights_gradient(form, dtype, normal, relative_error, capfd, grouped_oracle):
+def test_interpreted_forms_of_the_weights_gradient(form, dtype, normal, relative_error, capfd, grouped_oracle, races):
     """A tile is stored in 4 or 8 parts over fewer slots; inf and NaN in a group's rows stay in its own gradient."""
     sizes, spoiled = [3, 130, 0, 9, 1, 33, 8], [3, 5]
     x, dy = normal(5, (184, 256), (184, 64), dtype=jnp.bfloat16)

@@ -197,14 +197,14 @@ def test_tiles_share_the_work() -> None:
 
 def test_turned_tiles_keep_the_multiprocessors_at_work() -> None:
     for rows, depth, width, tiles in (
-        (512, 4096, 14336, TurnedTiles()),
+        (512, 4096, 14336, TurnedTiles(unit=None)),  # two rounds of whole tiles: a cut takes longer than what it spares
         (512, 14336, 4096, TurnedTiles(unit=112)),  # halves, for 64 of 66 clusters
         (1024, 14336, 4096, TurnedTiles(unit=None)),
         (256, 14336, 4096, TurnedTiles(unit=56)),
         (100, 4096, 14336, TurnedTiles(rows=128, stages=8, unit=None)),
         (64, 4096, 14336, TurnedTiles(rows=64, stages=8, unit=None)),
         (64, 128, 256, TurnedTiles(rows=64, stages=8)),  # two steps, which cannot be parted
-        (2048, 4096, 896, TurnedTiles(pair=False)),
+        (2048, 4096, 896, TurnedTiles(rows=128, stages=8, unit=None, pair=False)),
     ):
         assert suitable_turned(rows, depth, width) == tiles, (rows, depth, width)
 

@@ -1,6 +1,7 @@
 """The parts of the memory plan against what XLA says of the compiled step, and against arrays."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from gymjax.quant import weight_bytes
 from gymjax.training.compile import compile_program, jit_step
 from gymjax.training.memory import kept_bytes, predict
 from gymjax.training.metrics import GIB
+from gymjax.training.plan import units
 from gymjax.training.step import StepSettings, init_state, split_model
 from gymjax.training.workload import Workload, abstract_batch
 
@@ -97,12 +99,22 @@ def test_what_each_name_keeps(make_model):
     assert kept_bytes(work, "none") > kept_bytes(work, "selective")
 
 
+@pytest.mark.parametrize("remat", ["full", "selective", "offload"])
+def test_weights_are_not_what_is_kept(make_model, remat):
+    work, _ = work_of(make_model)
+    assert kept_bytes(dataclasses.replace(work, rows=1, length=2), remat) < weight_bytes(work.frozen) / 50
+
+
 def test_what_experts_keep(make_model):
     work, _ = work_of(make_model, stacks=(Stack((LayerKind(experts=MOE),), 4),), qk_norm="projection")
     nothing, tokens = kept_bytes(work, "full"), 4 * ROWS * LENGTH * 4
-    widths = {"q_product": 128, "k_product": 64, "gate": 384, "up": 384, "rows": 2 * 128, "hidden": 384}
+    widths = {"q_product": 128, "k_product": 64, "gate": 384, "up": 384, "rows": 2 * 128}
     for name, width in widths.items():
         assert kept_bytes(work, name) - nothing == tokens * width
+    assert "hidden" not in itertools.chain.from_iterable(units(work))  # its gradient's product makes it again
+    biased = Stack((LayerKind(experts=dataclasses.replace(MOE, use_bias=True)),), 4)
+    work, _ = work_of(make_model, stacks=(biased,), qk_norm="projection")
+    assert kept_bytes(work, "hidden") - kept_bytes(work, "full") == tokens * 384
 
 
 def test_offloaded_inputs_leave_the_device(make_model):
