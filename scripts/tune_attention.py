@@ -37,6 +37,7 @@ FORMS = {  # of each width
     }
     for width in WIDTHS
 } | {256: {f"{keys} keys": (forward_wide, ForwardTiles(block_kv=keys)) for keys in (64, 80)}}
+FORMS[64] |= {"3 slots": (forward_ahead, ForwardTiles(stages=3))}
 CUDNN = "cudnn"
 
 

@@ -25,6 +25,7 @@ from pallas_kernels.flash_attention.mosaic_gpu_tiles import LOG2E, Scores
 WIDTHS = (64, 96, 128, 256)
 FUSED_WIDTHS = (64, 128)  # of the fused backward: others have no tile that fits registers and swizzles
 FORWARDS = {width: (forward_ahead, ForwardTiles()) for width in WIDTHS} | {
+    64: (forward_ahead, ForwardTiles(stages=3)),
     256: (forward_wide, ForwardTiles(block_kv=64)),
 }
 MULTIPLE = 128  # every tile size below divides it

@@ -23,6 +23,7 @@ from jax import lax
 from pallas_kernels import _platform
 from pallas_kernels._hopper import WARPGROUPS, filled, launch, swizzled
 from pallas_kernels.flash_attention.bounds import longest_first
+from pallas_kernels.flash_attention.mosaic_gpu_powers import LANES, sums_by_thread, weigh
 from pallas_kernels.flash_attention.mosaic_gpu_rescale import LOWEST, settle
 from pallas_kernels.flash_attention.mosaic_gpu_tiles import LOG2E, Scores, index_along
 
@@ -149,21 +150,21 @@ class Forward:
         return row * (0 if self.shared else 1)
 
     def start(self, sinks_ref, head):
-        """(reference, running sum) of no keys; a sink is a key that has been seen before the first one.
+        """(reference, running sums by threads) of no keys; a sink is a key that has been seen before the first one.
 
         Scores about 0 need no other reference, unless 16 bits lack powers of two, or few weights the exact 1.
         """
-        shape = (self.tiles.block_q,)
+        rows = self.tiles.block_q
         plain = self.bounded or (self.dtype == jnp.bfloat16 and self.keys > FEW_KEYS)
         top = sinks_ref[0][head] if sinks_ref else 0.0 if plain else LOWEST
-        return filled(shape, top), filled(shape, 1.0 if sinks_ref else 0.0)
+        return filled((rows,), top), filled((rows, LANES), 1.0 / LANES if sinks_ref else 0.0)
 
     def soften(self, product, carry, seen=None):
-        """The softmax of one tile of products: (acc scaled, reference, sum with the tile), and its weights in 16 bits.
+        """The softmax of one tile of products: (acc scaled, reference, sums with the tile), and its weights in 16 bits.
 
         Args:
             product: (block_q, block_kv) f32, of queries and keys.
-            carry: (acc, reference, sum) of the tiles before.
+            carry: (acc, reference, sums by threads) of the tiles before.
             seen: tells which scores count, when asked; None for all.
         """
         acc, top, total = carry
@@ -171,16 +172,16 @@ class Forward:
             weight = self.scores.weight(product)
             if seen is not None:
                 weight = jnp.where(seen(), weight, 0.0)
-            total += weight.sum(axis=1)
+            total += sums_by_thread(weight, staged=self.tiles.staged)
             weight16 = weight.astype(self.dtype)
             total, weight16 = lax.optimization_barrier((total, weight16))
             return (acc, top, total), weight16
         score, factor = self.scores.squash(product), self.scores.factor
         if seen is not None:
             score = jnp.where(seen(), score, -jnp.inf)
-        weight = jnp.exp2(score * factor - lax.broadcast_in_dim(top, score.shape, [0]))
-        part, weight16 = weight.sum(axis=1), weight.astype(self.dtype)
-        sums, weight16 = settle(score, factor, carry, weight16, part, staged=self.tiles.staged)
+        staged = self.tiles.staged
+        weight16, part = weigh(score, factor, top, self.dtype, staged=staged)
+        sums, weight16 = settle(score, factor, carry, weight16, part, whole=seen is None, staged=staged)
         return lax.optimization_barrier((sums, weight16))
 
     def seen(self, index, lo_q, hi_q):
@@ -190,18 +191,18 @@ class Forward:
 
     def normalise(self, acc, top, total):
         """An item's output in 16 bits and its log-sum-exp, from sums over all its keys."""
+        total = total.sum(axis=1)
         empty = total == 0.0
         total = jnp.where(empty, 1.0, total)
         acc *= lax.broadcast_in_dim(1.0 / total, acc.shape, [0])
         return acc.astype(self.dtype), jnp.where(empty, jnp.inf, top + jnp.log2(total))
 
     def finish(self, carry, q_smem, lse_smem, out_ref, lse_ref) -> None:
-        """Writes an item's results, through the slot that its queries had."""
+        """Begins to write an item's results, through the slot that its queries had."""
         q_smem[...], lse_smem[...] = self.normalise(*carry)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(q_smem, out_ref)
         plgpu.copy_smem_to_gmem(lse_smem, lse_ref)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def load_queries(self, item: Item, refs, slots, ready) -> None:
         """Begins to load an item's queries and their bounds: (q, lo, hi) from global into shared memory."""
@@ -235,7 +236,8 @@ class Forward:
             ),
             (
                 plgpu.Barrier(num_arrivals=3, num_barriers=ITEMS),
-                *(plgpu.Barrier(num_barriers=tiles.stages),) * 2,
+                plgpu.Barrier(),  # the first keys
+                plgpu.Barrier(num_arrivals=2, num_barriers=tiles.stages),  # values and the next keys
             ),
             *self.free_and_turn(plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=ITEMS)),
         )

@@ -70,7 +70,7 @@ def _by_size(product, scale: float, ways: list[str]):
         return_type=plgpu.ShapeDtypeStruct(product.shape, jnp.float32, plgpu.Layout.WGMMA),
     )
     def choose(_, array):
-        squares = _largest_sum_of_squares(list(_elements(array.registers)))
+        squares = _largest_sum_of_squares(list(elements(array.registers)))
 
         def each(ptx: str) -> list:
             return [_elementwise(ptx, register) for register in array.registers.flat]
@@ -119,7 +119,8 @@ def any_beyond(value, limit: float):
     return arith.cmpi(arith.CmpIPredicate.ne, voted, arith.constant(i32, 0))
 
 
-def _elements(registers):
+def elements(registers):
+    """The numbers that fragments of vectors hold."""
     for register in registers.flat:
         (length,) = register.type.shape
         for i in range(length):

@@ -164,7 +164,8 @@ def test_interpreted_kernels(name, capfd):
     [
         (64, ForwardTiles(), "growing"),
         (64, ForwardTiles(), "small"),
-        (64, ForwardTiles(block_kv=64), "small"),
+        (64, ForwardTiles(block_kv=64, stages=4), "small"),
+        (64, ForwardTiles(stages=3), "growing"),
         (256, ForwardTiles(block_kv=64), "growing"),
         (256, ForwardTiles(block_kv=80), "growing"),
         (256, ForwardTiles(block_kv=80), "small"),
