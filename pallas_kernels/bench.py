@@ -1,8 +1,9 @@
 """Measure an operation against its peers: `python -m pallas_kernels.bench OP [CASE ...] [--tiny] [--out [FILE]]`.
 
 Prints one JSON object a line. Every implementation that accepts the case is compared with every other and with the
-peers in the operation's cases.py, all timed in this run on random data, warm, median of many. A ratio above 1 means
-that the implementation is better than the peer. Refusals go to the error stream.
+peers in the operation's cases.py, all timed in this run on random data, warm, median of many. What is measured in
+bytes is timed by the GPU's own clock, as the host's part of a call may be longer. A ratio above 1 means that the
+implementation is better than the peer. Refusals go to the error stream.
 """
 
 import argparse
@@ -27,11 +28,11 @@ import numpy as np
 
 from pallas_kernels import OPS
 from pallas_kernels._case import Case, Peer
+from pallas_kernels._profile import KERNELS_APART, kernel_seconds
 
 _FILES = {"mosaic_gpu": "mosaic_gpu.py", "jax_triton": "jax_triton.py", "cudnn": "cudnn.py", "xla": "reference.py"}
 _ROOT = Path(__file__).parent
 _LESS_IS_BETTER = ("peak_gib",)
-_CALLS, _MUCH = 8, 2**30  # an operation measured in bytes is called so often in a program, up to so many bytes
 # Refuses, or out of memory; peers refuse with what they like. The others are timed all the same.
 _FAILURES = (NotImplementedError, ValueError, TypeError, AssertionError, ExceptionGroup, jax.errors.JaxRuntimeError)
 
@@ -115,7 +116,6 @@ class Compiled:
         metric: "tflops" or "gbps".
         arguments: makes (positional arguments as the programs want them, keyword arrays).
         cotangent: makes one of the result; None without a gradient.
-        calls: how many a program makes, each with arrays of its own, so that the host's part of a call does not show.
         programs: see `_programs`.
     """
 
@@ -123,7 +123,6 @@ class Compiled:
     metric: str
     arguments: jax.stages.Compiled
     cotangent: jax.stages.Compiled | None
-    calls: int
     programs: dict[str, jax.stages.Compiled]
 
 
@@ -233,20 +232,18 @@ def _compile(case: Case, peer: Peer, metric: str) -> Compiled:
     def forward(args: tuple, arrays: dict[str, jax.Array]) -> Any:
         return peer.call(*args, **arrays, **static)
 
-    calls = max(1, min(_CALLS, int(_MUCH // case.bytes))) if metric == "gbps" else 1
-    out, programs = _programs(case, forward, prepared, arrays, metric, calls)
+    out, programs = _programs(case, forward, prepared, arrays, metric)
     cotangent = jax.jit(lambda out: jax.tree.map(_normal, out)).lower(out).compile() if case.wrt else None
-    return Compiled(case, metric, lowered.compile(), cotangent, calls, programs)
+    return Compiled(case, metric, lowered.compile(), cotangent, programs)
 
 
 def _programs(
-    case: Case, forward: Callable[..., Any], prepared: tuple, kwargs: dict[str, Any], metric: str, calls: int
+    case: Case, forward: Callable[..., Any], prepared: tuple, kwargs: dict[str, Any], metric: str
 ) -> tuple[Any, dict[str, jax.stages.Compiled]]:
     """Shapes of the result, and what is compiled from shapes.
 
     "forward"; with a gradient "both", and each of the case's parts; of operations measured in bytes, whose two passes a
     compiler would make one where nothing is between them, "keep" (the forward pass and what it keeps) and "backward".
-    "forward" and "backward" take a list of `calls` tuples of arguments.
     """
 
     def keep(args: tuple, arrays: dict[str, jax.Array], wrt: tuple[int, ...]) -> Any:
@@ -260,18 +257,16 @@ def _programs(
         out, pull_back = keep(args, arrays, wrt)
         return out, pull_back(cotangent)
 
-    def several(function: Callable[..., Any], *shapes: Any) -> Any:
-        return jax.jit(lambda each: [function(*args) for args in each]).lower([shapes] * calls)
-
-    lowered = several(forward, prepared, kwargs)
-    out = _shapes(lowered.out_info[0])
-    programs = {"forward": lowered.compile()}
+    options = KERNELS_APART if metric == "gbps" else {}
+    lowered = jax.jit(forward).lower(prepared, kwargs)
+    out = _shapes(lowered.out_info)
+    programs = {"forward": lowered.compile(options)}
     if not case.wrt:
         return out, programs
     if metric == "gbps":
         kept = jax.jit(functools.partial(keep, wrt=case.wrt)).lower(prepared, kwargs)
-        backward = several(lambda pull_back, cotangent: pull_back(cotangent), _shapes(kept.out_info[1]), out)
-        return out, programs | {"keep": kept.compile(), "backward": backward.compile()}
+        backward = jax.jit(lambda pull_back, cotangent: pull_back(cotangent)).lower(_shapes(kept.out_info[1]), out)
+        return out, programs | {"keep": kept.compile(), "backward": backward.compile(options)}
     inputs = prepared, kwargs, out
     programs["both"] = jax.jit(functools.partial(both, wrt=case.wrt)).lower(*inputs).compile()
     for part, (position, _) in case.parts.items():
@@ -294,18 +289,16 @@ def _metrics(compiled: Compiled) -> dict[str, float]:
     """Time what `_programs` made; the memory is that of the last pass."""
     case, metric, programs = compiled.case, compiled.metric, compiled.programs
     args, arrays = jax.block_until_ready(compiled.arguments(jax.random.key(0)))
-    inputs = _copies((args, arrays), compiled.calls)
-    seconds = median_seconds(programs["forward"], inputs) / compiled.calls
+    seconds = _seconds(metric, programs["forward"], args, arrays)
     alone = {"gbps": case.bytes / seconds / 1e9} if metric == "gbps" else {"tflops_fwd": case.flops / seconds / 1e12}
     if compiled.cotangent is None:
-        return alone | {"peak_gib": _bytes(programs["forward"]) / compiled.calls / 2**30}
-    cotangent = compiled.cotangent(programs["forward"](inputs)[0])
-    del inputs
+        return alone | {"peak_gib": _bytes(programs["forward"]) / 2**30}
+    cotangent = compiled.cotangent(programs["forward"](args, arrays))
     if metric == "gbps":
         _, pull_back = programs["keep"](args, arrays)
-        seconds = median_seconds(programs["backward"], _copies((pull_back, cotangent), compiled.calls)) / compiled.calls
+        seconds = _seconds(metric, programs["backward"], pull_back, cotangent)
         alone["gbps_bwd"] = (case.bytes_fwd_bwd - case.bytes) / seconds / 1e9
-        return alone | {"peak_gib": _bytes(programs["backward"]) / compiled.calls / 2**30}
+        return alone | {"peak_gib": _bytes(programs["backward"]) / 2**30}
     seconds = median_seconds(programs["both"], args, arrays, cotangent)
     alone["tflops_fwd_bwd"] = case.flops_fwd_bwd / seconds / 1e12
     for part, (_, flops) in case.parts.items():
@@ -314,8 +307,10 @@ def _metrics(compiled: Compiled) -> dict[str, float]:
     return alone | {"peak_gib": _bytes(programs["both"]) / 2**30}
 
 
-def _copies(arguments: tuple, calls: int) -> list[tuple]:
-    return [arguments, *(jax.tree.map(jax.numpy.copy, arguments) for _ in range(calls - 1))]
+def _seconds(metric: str, compiled: jax.stages.Compiled, *args: Any) -> float:
+    """Time a call, of what is measured in bytes by the GPU's clock, if there is one."""
+    by_device = metric == "gbps" and jax.default_backend() == "gpu"
+    return (kernel_seconds if by_device else median_seconds)(compiled, *args)
 
 
 def _normal(leaf: jax.Array) -> jax.Array:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import statistics
 import sys
+from collections import defaultdict
+from functools import partial
 from typing import Any
 
 from gpu_turns import Turns
 
-Calls = dict[str, tuple[Any, Any]]
-"""Name of a peer -> (its forward, its forward with backward), both without arguments."""
+Calls = dict[str, tuple[Any, Any, Any]]
+"""Name of a peer -> (its forward, its forward with backward of given cotangents, what makes cotangents)."""
 
 
 def torch_attention(shapes: list, static: dict[str, Any]) -> Calls:
@@ -32,7 +35,7 @@ def torch_attention(shapes: list, static: dict[str, Any]) -> Calls:
 
 
 def liger_rms_norm(shapes: list, static: dict[str, Any]) -> Calls:
-    """Liger's normalisation. It writes its input's gradient over the output's, so that each call has a fresh one."""
+    """Liger's normalisation."""
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction
 
     x, scale = normal(shapes[0]), normal(shapes[1])
@@ -40,7 +43,7 @@ def liger_rms_norm(shapes: list, static: dict[str, Any]) -> Calls:
 
 
 def liger_add_rms_norm(shapes: list, static: dict[str, Any]) -> Calls:
-    """Liger's sum and normalisation; in_place off, so that each call has a fresh gradient."""
+    """Liger's sum and normalisation."""
     from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
 
     x, added, scale = (normal(shape) for shape in shapes)
@@ -99,7 +102,9 @@ TORCH_PEERS = {
     "linear_cross_entropy": liger_loss,
 }
 
-RECORDED = ("rms_norm", "add_rms_norm", "rope", "swiglu")
+IN_BYTES = ("rms_norm", "add_rms_norm", "rope", "swiglu")
+"""Timed by the GPU's clock, as torch's own part of a call may be longer."""
+TIMED = 10  # calls of those
 
 
 def normal(shape):
@@ -110,27 +115,56 @@ def normal(shape):
 
 
 def with_backward(forward, inputs):
-    """(forward, forward with the gradients of inputs)."""
+    """(forward, forward with the gradients of inputs by given cotangents, what makes cotangents)."""
     import torch
 
     out = forward()
     outs = out if isinstance(out, tuple) else (out,)
-    cotangents = [torch.randn_like(one) for one in outs]
-
-    def both():
-        out = forward()
-        return torch.autograd.grad(out, inputs, [cotangent.clone() for cotangent in cotangents])
-
-    return forward, both
+    return (
+        forward,
+        lambda cotangents: torch.autograd.grad(forward(), inputs, cotangents),
+        lambda: [torch.randn_like(one) for one in outs],
+    )
 
 
-def milliseconds(call, function: str) -> float:
-    """Median time of a call; of those that move bytes replayed from a CUDA graph, as torch's own part may be longer."""
-    from triton.testing import do_bench, do_bench_cudagraph
+def milliseconds(call) -> float:
+    """Median time of a call."""
+    from triton.testing import do_bench
 
-    if function in RECORDED:
-        return do_bench_cudagraph(call, rep=100, return_mode="median")
     return do_bench(call, warmup=50, rep=200, return_mode="median")
+
+
+def kernel_milliseconds(calls: list) -> float:
+    """Median durations of a call's kernels, added up; the first call warms up."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    warm_up, *timed = calls
+    warm_up()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for call in timed:
+            call()
+        torch.cuda.synchronize()
+    durations = defaultdict(list)
+    for event in profiler.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            durations[event.name].append(event.time_range.elapsed_us())
+    return sum(statistics.median(times) * len(times) for times in durations.values()) / len(timed) / 1e3
+
+
+def both_milliseconds(forward, both, cotangents, function: str) -> list[float]:
+    """Times of the forward pass and of both. Liger writes gradients over cotangents, so that each call has its own."""
+    import torch
+
+    if function not in IN_BYTES:
+        fixed = cotangents()
+        with torch.no_grad():
+            alone = milliseconds(forward)
+        return [alone, milliseconds(lambda: both(fixed))]
+    with torch.no_grad():
+        alone = kernel_milliseconds([forward] * (TIMED + 1))
+    return [alone, kernel_milliseconds([partial(both, cotangents()) for _ in range(TIMED + 1)])]
 
 
 def time_torch(described: list, turns: Turns) -> None:
@@ -141,13 +175,11 @@ def time_torch(described: list, turns: Turns) -> None:
         found: dict[str, list[float]] = {}
         with turns.alone(f"{name} torch"):
             try:
-                for peer, (forward, both) in TORCH_PEERS[function](shapes, static).items():
-                    with torch.no_grad():
-                        alone = milliseconds(forward, function)
-                    found[peer] = [alone, milliseconds(both, function)]
+                for peer, calls in TORCH_PEERS[function](shapes, static).items():
+                    found[peer] = both_milliseconds(*calls, function)
             except RuntimeError as error:
                 print(f"{name}: {str(error)[:200]}", file=sys.stderr)
-            forward = both = None
+            calls = None
             torch.cuda.empty_cache()
         print(json.dumps({name: found}), flush=True)
 

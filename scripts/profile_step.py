@@ -13,11 +13,9 @@ import argparse
 import os
 import re
 import sys
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 # Kernels that run as one command buffer carry its name instead of their own.
@@ -25,8 +23,10 @@ os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_enable_c
 
 import jax
 from bench_train import compile_step
-from jax.profiler import ProfileData
+from jax.profiler import ProfileEvent
 from step_shapes import add_options, setting_of
+
+from pallas_kernels._profile import traced_kernels
 
 
 class Kernel(NamedTuple):
@@ -57,20 +57,16 @@ def sources(text: str) -> dict[str, str]:
     return found
 
 
-def kernels(profile: ProfileData, names: dict[str, str], steps: int) -> list[Kernel]:
-    """Kernels of every device stream, the longest first; those of one name and place in the model are added up.
+def kernels(events: list[ProfileEvent], names: dict[str, str], steps: int) -> list[Kernel]:
+    """Kernels of a run, the longest first; those of one name and place in the model are added up.
 
     They are the same in every layer, and where layers follow each other in the program each is an operation of its own.
     """
     total: dict[tuple[str, str], list[float]] = defaultdict(list)
-    for plane in profile.planes:
-        for line in plane.lines:
-            if not (plane.name.startswith("/device:GPU") and line.name.startswith("Stream")):
-                continue
-            for event in line.events:
-                operation = next((str(value) for key, value in event.stats if key == "hlo_op"), "")
-                place = f"{without_number(operation)} {names.get(operation, '')}"
-                total[without_number(event.name), place].append(event.duration_ns / 1e6)
+    for event in events:
+        operation = next((str(value) for key, value in event.stats if key == "hlo_op"), "")
+        place = f"{without_number(operation)} {names.get(operation, '')}"
+        total[without_number(event.name), place].append(event.duration_ns / 1e6)
     found = [Kernel(sum(times) / steps, len(times) / steps, name, place) for (name, place), times in total.items()]
     return sorted(found, reverse=True)
 
@@ -84,13 +80,14 @@ def profiled(step: Callable[[], Any], compiled: Any, steps: int) -> tuple[list[K
     """Kernels of a step of the compiled program, and its seconds, after two steps to warm up."""
     for _ in range(2):
         jax.block_until_ready(step())
-    with tempfile.TemporaryDirectory() as folder:
+    seconds: list[float] = []
+
+    def run() -> None:
         started = time.perf_counter()
-        with jax.profiler.trace(folder):
-            jax.block_until_ready([step() for _ in range(steps)][-1])
-            seconds = time.perf_counter() - started
-        profile = ProfileData.from_file(str(next(Path(folder).rglob("*.xplane.pb"))))
-    return kernels(profile, sources(compiled.as_text()), steps), seconds / steps
+        jax.block_until_ready([step() for _ in range(steps)][-1])
+        seconds.append(time.perf_counter() - started)
+
+    return kernels(traced_kernels(run), sources(compiled.as_text()), steps), seconds[0] / steps
 
 
 def main() -> None:

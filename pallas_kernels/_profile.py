@@ -1,0 +1,51 @@
+"""Kernels of programs by the device's own clock."""
+
+import statistics
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.profiler import ProfileData, ProfileEvent
+
+KERNELS_APART = {"xla_gpu_graph_min_graph_size": 1_000_000}
+"""Compiler's options of a program whose kernels are told apart: those of a command buffer carry its name."""
+
+_CALLS = 20
+
+
+def traced_kernels(call: Callable[[], Any]) -> list[ProfileEvent]:
+    """Call a function, and return the kernels and copies that ran on the GPU meanwhile.
+
+    Args:
+        call: returns after its programs have ended.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            call()
+        profile = ProfileData.from_file(str(next(Path(folder).rglob("*.xplane.pb"))))
+    on_device = (plane for plane in profile.planes if plane.name.startswith("/device:GPU"))
+    streams = (line for plane in on_device for line in plane.lines if line.name.startswith("Stream"))
+    return [event for line in streams for event in line.events]
+
+
+def kernel_seconds(compiled: Callable[..., Any], *args: Any) -> float:
+    """Median durations of a call's kernels, added up: its time in a queue that the host keeps full.
+
+    Args:
+        compiled: a program for the GPU, compiled with KERNELS_APART.
+        args: its arguments.
+
+    Raises:
+        RuntimeError: the profiler saw no kernel.
+    """
+    for _ in range(3):
+        jax.block_until_ready(compiled(*args))
+    durations = defaultdict(list)
+    for kernel in traced_kernels(lambda: [jax.block_until_ready(compiled(*args)) for _ in range(_CALLS)]):
+        durations[kernel.name].append(kernel.duration_ns)
+    if not durations:
+        raise RuntimeError("the profiler saw no kernel on the GPU: is another profiler running, or CUPTI missing?")
+    return sum(statistics.median(times) * len(times) for times in durations.values()) / _CALLS / 1e9
