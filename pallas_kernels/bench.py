@@ -289,14 +289,14 @@ def _metrics(compiled: Compiled) -> dict[str, float]:
     """Time what `_programs` made; the memory is that of the last pass."""
     case, metric, programs = compiled.case, compiled.metric, compiled.programs
     args, arrays = jax.block_until_ready(compiled.arguments(jax.random.key(0)))
-    seconds = _seconds(metric, programs["forward"], args, arrays)
+    seconds = (device_seconds if metric == "gbps" else median_seconds)(programs["forward"], args, arrays)
     alone = {"gbps": case.bytes / seconds / 1e9} if metric == "gbps" else {"tflops_fwd": case.flops / seconds / 1e12}
     if compiled.cotangent is None:
         return alone | {"peak_gib": _bytes(programs["forward"]) / 2**30}
     cotangent = compiled.cotangent(programs["forward"](args, arrays))
     if metric == "gbps":
         _, pull_back = programs["keep"](args, arrays)
-        seconds = _seconds(metric, programs["backward"], pull_back, cotangent)
+        seconds = device_seconds(programs["backward"], pull_back, cotangent)
         alone["gbps_bwd"] = (case.bytes_fwd_bwd - case.bytes) / seconds / 1e9
         return alone | {"peak_gib": _bytes(programs["backward"]) / 2**30}
     seconds = median_seconds(programs["both"], args, arrays, cotangent)
@@ -305,12 +305,6 @@ def _metrics(compiled: Compiled) -> dict[str, float]:
         if part in programs:
             alone[part] = flops / median_seconds(programs[part], args, arrays, cotangent) / 1e12
     return alone | {"peak_gib": _bytes(programs["both"]) / 2**30}
-
-
-def _seconds(metric: str, compiled: jax.stages.Compiled, *args: Any) -> float:
-    """Time a call, of what is measured in bytes by the GPU's clock, if there is one."""
-    by_device = metric == "gbps" and jax.default_backend() == "gpu"
-    return (kernel_seconds if by_device else median_seconds)(compiled, *args)
 
 
 def _normal(leaf: jax.Array) -> jax.Array:
@@ -335,6 +329,11 @@ def median_seconds(compiled: Callable[..., Any], *args: Any) -> float:
         jax.block_until_ready(compiled(*args))
         times.append((time.perf_counter() - start) / calls)
     return float(np.median(times))
+
+
+def device_seconds(compiled: Callable[..., Any], *args: Any) -> float:
+    """Time a call by the GPU's own clock (`_profile.kernel_seconds`), on other devices by the host's."""
+    return (kernel_seconds if jax.default_backend() == "gpu" else median_seconds)(compiled, *args)
 
 
 def _bytes(compiled: jax.stages.Compiled) -> float:

@@ -59,10 +59,11 @@ def copy_rate() -> dict[str, float]:
     import jax
     import jax.numpy as jnp
 
-    from pallas_kernels._profile import KERNELS_APART, kernel_seconds
+    from pallas_kernels._profile import KERNELS_APART
+    from pallas_kernels.bench import device_seconds
 
     x = jnp.zeros(2**29, jnp.bfloat16)
-    rate = 2 * x.nbytes / kernel_seconds(jax.jit(lambda x: x + 1).lower(x).compile(KERNELS_APART), x) / 1e9
+    rate = 2 * x.nbytes / device_seconds(jax.jit(lambda x: x + 1).lower(x).compile(KERNELS_APART), x) / 1e9
     return {"gbps": rate, "gbps_bwd": rate}
 
 
