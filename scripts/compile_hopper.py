@@ -223,7 +223,14 @@ def nf4_kernels():
 
 def norm_kernels():
     """Likewise of normalisation: forward with room behind, gradient of x alone and with what is added to it."""
-    for width, dtype in ((1024, jnp.bfloat16), (4096, jnp.bfloat16), (5120, jnp.float32), (8192, jnp.float32)):
+    for width, dtype in (
+        (896, jnp.bfloat16),
+        (1024, jnp.bfloat16),
+        (3584, jnp.bfloat16),
+        (4096, jnp.bfloat16),
+        (5120, jnp.float32),
+        (8192, jnp.float32),
+    ):
         x = jax.ShapeDtypeStruct((8192, width), jnp.bfloat16)
         scale, rrms = jax.ShapeDtypeStruct((width,), dtype), jax.ShapeDtypeStruct((8192, 1), jnp.float32)
         name = f"norm-D{width}{'' if dtype == jnp.bfloat16 else '-f32-scale'}"

@@ -1,8 +1,9 @@
 """RMSNorm on Hopper: forward and the gradient of x in one pass each, where XLA reads its input twice.
 
-A warpgroup of 128 threads takes a row, or several short ones, loads its 16-byte pieces of all operands before it uses
-any, and is done: rows stay in registers between their sum and their use, and the hardware's queue of blocks is the
-schedule. Where the scale is trained, as many blocks as there is room for stay, and sum its gradient beside x's.
+A warpgroup of 128 threads takes a row, or several short ones, loads its pieces of all operands before it uses any, of
+16 bytes where they divide a thread's part of a row (2 bytes at a width of 896), and is done: rows stay in registers
+between their sum and their use, and the hardware's queue of blocks is the schedule. Where the scale is trained, as many
+blocks as there is room for stay, and sum its gradient beside x's.
 """
 
 import functools
@@ -19,7 +20,8 @@ from pallas_kernels import _platform
 from pallas_kernels._hopper import launch_alone
 from pallas_kernels.rms_norm import reference
 
-MULTIPLE = 1024  # of widths: 16 bytes for each of 128 threads
+MULTIPLE = 128  # of widths: the threads
+NARROWEST = 512  # below, a sum over the threads takes longer than a row
 WIDEST = 8192  # beyond, a thread's share of the operands leaves no registers
 FEWEST_ROWS = 1024  # below, a launch costs more than a second reading, and XLA's part joins its neighbours'
 _VECTOR = 8
@@ -33,8 +35,8 @@ def refuses(x: Array | jax.ShapeDtypeStruct, room: int = 0) -> str | None:
     width, rows = x.shape[-1], math.prod(x.shape[:-1])
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         return f"it needs bfloat16 or float16, and x is {x.dtype}"
-    if width % MULTIPLE or not 0 < width <= WIDEST:
-        return f"the width must be a multiple of {MULTIPLE} of at most {WIDEST}, and is {width}"
+    if width % MULTIPLE or not NARROWEST <= width <= WIDEST:
+        return f"the width must be a multiple of {MULTIPLE} from {NARROWEST} to {WIDEST}, and is {width}"
     if room % _VECTOR:
         return f"room must be a multiple of {_VECTOR}, and is {room}"
     if rows < FEWEST_ROWS:
@@ -160,4 +162,4 @@ def _load(ref) -> Array:
 
 
 def _layout(shape: tuple[int, ...]):
-    return plgpu.Layout.WG_STRIDED(shape, vec_size=_VECTOR)
+    return plgpu.Layout.WG_STRIDED(shape, vec_size=math.gcd(_VECTOR, shape[0] // MULTIPLE))

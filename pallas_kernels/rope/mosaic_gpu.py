@@ -29,7 +29,7 @@ from pallas_kernels import _platform
 from pallas_kernels._hopper import run_once
 
 WIDTHS = (64, 128, 256)  # of what turns of a head: 4 to 32 threads for a piece
-FEWEST = 1 << 25  # numbers in q and k; at half of it XLA's pass takes as long
+FEWEST = 1 << 22  # numbers in q and k; below, a launch costs more than a faster pass gains
 _VECTOR, _THREADS, _WARPS = 8, 128, 4
 _MOST = 24576  # numbers of a block, beyond which a thread's share has no registers
 _SHARE = 10240  # numbers that a block takes, if whole tokens and layouts allow: 80 a thread, in 40 registers

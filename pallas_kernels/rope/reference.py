@@ -14,6 +14,11 @@ def rotate(
     Channels from R on pass unchanged.
     """
     rotated, passed = jnp.split(x, [2 * cos.shape[-1]], axis=-1)
+    if interleaved and passed.shape[-1]:  # XLA joins the swapped neighbours and what passes in one kernel
+        cos, sin = (jnp.repeat(table, 2, axis=-1)[:, :, None] for table in (cos, sin))
+        wide = rotated.astype(jnp.float32)
+        swapped = jnp.stack([-wide[..., 1::2], wide[..., ::2]], axis=-1).reshape(wide.shape)
+        return jnp.concatenate([(wide * cos + swapped * sin).astype(x.dtype), passed], axis=-1)
     # One multiply-add over both halves: XLA reads the swapped operand backwards, where joining two results is a slow
     # kernel of its own.
     axis = -1 if interleaved else -2
