@@ -224,7 +224,8 @@ def nf4_kernels():
 def norm_kernels():
     """Likewise of normalisation: forward with room behind, gradient of x alone and with what is added to it."""
     for width, dtype in (
-        (896, jnp.bfloat16),
+        (128, jnp.bfloat16),
+        (896, jnp.float32),
         (1024, jnp.bfloat16),
         (3584, jnp.bfloat16),
         (4096, jnp.bfloat16),

@@ -1,9 +1,9 @@
 """RMSNorm on Hopper: forward and the gradient of x in one pass each, where XLA reads its input twice.
 
 A warpgroup of 128 threads takes a row, or several short ones, loads its pieces of all operands before it uses any, of
-16 bytes where they divide a thread's part of a row (2 bytes at a width of 896), and is done: rows stay in registers
+16 bytes where they divide a thread's part of a row (8 at a width of 3584), and is done: rows stay in registers
 between their sum and their use, and the hardware's queue of blocks is the schedule. Where the scale is trained, as many
-blocks as there is room for stay, and sum its gradient beside x's.
+blocks as there is room for stay, and sum its gradient beside x's. Short rows are mosaic_gpu_narrow.py's.
 """
 
 import functools
@@ -18,10 +18,10 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import _platform
 from pallas_kernels._hopper import launch_alone
-from pallas_kernels.rms_norm import reference
+from pallas_kernels.rms_norm import mosaic_gpu_narrow, reference
 
-MULTIPLE = 128  # of widths: the threads
-NARROWEST = 512  # below, a sum over the threads takes longer than a row
+_THREADS = 128
+_MULTIPLE = 2 * _THREADS  # of widths: loads of 4 bytes
 WIDEST = 8192  # beyond, a thread's share of the operands leaves no registers
 FEWEST_ROWS = 1024  # below, a launch costs more than a second reading, and XLA's part joins its neighbours'
 _VECTOR = 8
@@ -35,8 +35,11 @@ def refuses(x: Array | jax.ShapeDtypeStruct, room: int = 0) -> str | None:
     width, rows = x.shape[-1], math.prod(x.shape[:-1])
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         return f"it needs bfloat16 or float16, and x is {x.dtype}"
-    if width % MULTIPLE or not NARROWEST <= width <= WIDEST:
-        return f"the width must be a multiple of {MULTIPLE} from {NARROWEST} to {WIDEST}, and is {width}"
+    if not narrow(width) and (width % _MULTIPLE or not 0 < width <= WIDEST):
+        short = f"{mosaic_gpu_narrow.MULTIPLE} of at most {mosaic_gpu_narrow.WIDEST}"
+        return f"the width must be a multiple of {short}, or of {_MULTIPLE} of at most {WIDEST}, and is {width}"
+    if narrow(width) and rows % (at_a_time := mosaic_gpu_narrow.rows_at_a_time(width)):
+        return f"rows of {width} must be a multiple of {at_a_time}, and x has {rows}"
     if room % _VECTOR:
         return f"room must be a multiple of {_VECTOR}, and is {room}"
     if rows < FEWEST_ROWS:
@@ -44,6 +47,11 @@ def refuses(x: Array | jax.ShapeDtypeStruct, room: int = 0) -> str | None:
     if rows * (width + room) >= 2**31:
         return f"the result must have fewer than 2**31 elements, and has {rows * (width + room)}"
     return _platform.why_not_hopper(one_device=True)
+
+
+def narrow(width: int) -> bool:
+    """Return whether rows are mosaic_gpu_narrow's: short, and not such that a warpgroup's loads are of 16 bytes."""
+    return width <= mosaic_gpu_narrow.WIDEST and width % mosaic_gpu_narrow.MULTIPLE == 0 < width % (_THREADS * _VECTOR)
 
 
 @functools.partial(jax.jit, static_argnames=("eps", "room"), inline=True)  # of equal calls one is compiled
@@ -64,8 +72,11 @@ def forward_added(
 def _forward(x: Array, added: Array | None, scale: Array, eps: float, room: int) -> tuple[Array, Array, Array]:
     """The normalised input, which is x, or x + added in x.dtype; result and reciprocal root mean square."""
     width, rows = x.shape[-1], math.prod(x.shape[:-1])
-    taken = _rows_of_block(rows, width)
     operands = [array.reshape(rows, width) for array in (x, added) if array is not None]
+    if narrow(width):
+        total, y, rrms = mosaic_gpu_narrow.forward(tuple(operands), scale, eps, room)
+        return total.reshape(x.shape), y.reshape(*x.shape[:-1], width + room), rrms.reshape(*x.shape[:-1], 1)
+    taken = _rows_of_block(rows, width)
     sums = operands[1:]
 
     def kernel(*refs):
@@ -98,6 +109,9 @@ def backward(
     """As reference.backward, but that dresidual is added before dx is rounded."""
     width, rows = x.shape[-1], math.prod(x.shape[:-1])
     arrays = [array.reshape(rows, width) for array in (x, dy, dresidual) if array is not None]
+    if narrow(width):
+        dx, dscale = mosaic_gpu_narrow.backward(tuple(arrays), scale, rrms.reshape(rows), trained=trained)
+        return dx.reshape(x.shape), dscale
     operands = *arrays, scale, rrms.reshape(rows)
     dx_type = jax.ShapeDtypeStruct((rows, width), x.dtype)
     if not trained:
@@ -162,4 +176,4 @@ def _load(ref) -> Array:
 
 
 def _layout(shape: tuple[int, ...]):
-    return plgpu.Layout.WG_STRIDED(shape, vec_size=math.gcd(_VECTOR, shape[0] // MULTIPLE))
+    return plgpu.Layout.WG_STRIDED(shape, vec_size=math.gcd(_VECTOR, shape[0] // _THREADS))

@@ -263,8 +263,8 @@ def test_wrong_arguments_are_named(call: Callable, message: str) -> None:
 
 
 # one row a block; several, next to each other and, where the scale's gradient is summed, 8 apart; 5 rows, which
-# blocks do not share out; rows too wide for that sum; widths that threads share in 8 and 2 bytes; room behind; a scale
-# in 32 and in 16 bits
+# blocks do not share out; rows too wide for that sum; a width that threads share in 8 bytes; short rows, whose threads
+# have one piece or several, in one step or two; room behind; a scale in 32 and in 16 bits
 @pytest.mark.parametrize(
     ("shape", "room", "dtype", "scale_dtype"),
     [
@@ -273,7 +273,9 @@ def test_wrong_arguments_are_named(call: Callable, message: str) -> None:
         ((5, 2048), 8, jnp.bfloat16, jnp.bfloat16),
         ((3, 5120), 64, jnp.bfloat16, jnp.bfloat16),
         ((6, 1536), 0, jnp.bfloat16, jnp.float32),
-        ((12, 896), 64, jnp.bfloat16, jnp.bfloat16),
+        ((8, 896), 64, jnp.bfloat16, jnp.bfloat16),
+        ((544, 128), 0, jnp.bfloat16, jnp.float32),
+        ((2, 16, 576), 8, jnp.float16, jnp.float32),
     ],
 )
 def test_interpreted_norm(
@@ -326,9 +328,10 @@ def test_norm_lowers_for_the_gpu_and_says_what_it_refuses(monkeypatch: pytest.Mo
         assert text.count("custom_call @mosaic_gpu") == 2
         assert text.count("stablehlo.reduce(") == sums
     for shape, dtype, room, reason in (
-        ((5, 2047), jnp.bfloat16, 0, "multiple of 128 from 512 to 8192, and is 2047"),
-        ((5, 384), jnp.bfloat16, 0, "multiple of 128 from 512 to 8192, and is 384"),
-        ((5, 9216), jnp.bfloat16, 0, "multiple of 128 from 512 to 8192, and is 9216"),
+        ((5, 2047), jnp.bfloat16, 0, "multiple of 64 of at most 1152, or of 256 of at most 8192, and is 2047"),
+        ((5, 96), jnp.bfloat16, 0, "and is 96"),
+        ((1028, 128), jnp.bfloat16, 0, "rows of 128 must be a multiple of 8, and x has 1028"),
+        ((5, 9216), jnp.bfloat16, 0, "of 256 of at most 8192, and is 9216"),
         ((5, 1024), jnp.float32, 0, "it needs bfloat16"),
         ((5, 1024), jnp.bfloat16, 3, "room must be a multiple of 8, and is 3"),
         ((1023, 1024), jnp.bfloat16, 0, "at least 1024 rows, and x has 1023"),
