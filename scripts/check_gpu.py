@@ -195,9 +195,9 @@ def check_norm() -> bool:
     ):
         x, other, dy = (jax.random.normal(jax.random.key(i), (rows, width), dtype) for i in range(3))
         scale = 1 + jax.random.normal(jax.random.key(3), (width,), jnp.float32) / 4
-        asked = {"implementation": "xla" if width % 64 else "mosaic_gpu"}
-        norm = functools.partial(rms_norm, **asked)
-        beside, added_norm = (functools.partial(f, **asked) for f in (rms_norm_residual, add_rms_norm))
+        asked = "xla" if width % 64 else "mosaic_gpu"
+        norm = functools.partial(rms_norm, implementation=asked)
+        beside, added_norm = (functools.partial(f, implementation=asked) for f in (rms_norm_residual, add_rms_norm))
 
         def dense(x, scale):
             wide = x.astype(jnp.float32)
