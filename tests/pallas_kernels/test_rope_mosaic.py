@@ -116,7 +116,7 @@ def test_says_what_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
         ((1, 4096, 15, 128), jnp.bfloat16, 128, False, "15 and 8 heads do not share out"),
         ((1, 4097, 32, 128), jnp.bfloat16, 128, False, "multiple of 2 tokens, and has 4097"),
         ((1, 4098, 32, 128), jnp.bfloat16, 64, False, "multiple of 4 tokens, and has 4098"),
-        ((1, 64, 32, 128), jnp.bfloat16, 128, False, "it is for 33554432 numbers or more"),
+        ((1, 64, 32, 128), jnp.bfloat16, 128, False, "it is for 4194304 numbers or more"),
     ):
         q, k = (jax.ShapeDtypeStruct((*shape[:2], count, shape[3]), dtype) for count in (shape[2], 8))
         table = jax.ShapeDtypeStruct((1, shape[1], turned // 2), jnp.float32)
