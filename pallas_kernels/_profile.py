@@ -3,7 +3,7 @@
 import statistics
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +43,23 @@ def kernel_seconds(compiled: Callable[..., Any], *args: Any) -> float:
     """
     for _ in range(3):
         jax.block_until_ready(compiled(*args))
+    kernels = traced_kernels(lambda: [jax.block_until_ready(compiled(*args)) for _ in range(_CALLS)])
+    return added_medians(((kernel.name, kernel.duration_ns) for kernel in kernels), _CALLS) / 1e9
+
+
+def added_medians(kernels: Iterable[tuple[str, float]], calls: int) -> float:
+    """Durations of a call's kernels added up, where each takes the median of its name, in the unit that they have.
+
+    Args:
+        kernels: names and durations of so many calls.
+        calls: see there.
+
+    Raises:
+        RuntimeError: there is no kernel.
+    """
     durations = defaultdict(list)
-    for kernel in traced_kernels(lambda: [jax.block_until_ready(compiled(*args)) for _ in range(_CALLS)]):
-        durations[kernel.name].append(kernel.duration_ns)
+    for name, duration in kernels:
+        durations[name].append(duration)
     if not durations:
         raise RuntimeError("the profiler saw no kernel on the GPU: is another profiler running, or CUPTI missing?")
-    return sum(statistics.median(times) * len(times) for times in durations.values()) / _CALLS / 1e9
+    return sum(statistics.median(times) * len(times) for times in durations.values()) / calls

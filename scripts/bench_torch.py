@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import statistics
 import sys
-from collections import defaultdict
 from functools import partial
 from typing import Any
 
@@ -139,6 +137,8 @@ def kernel_milliseconds(calls: list) -> float:
     import torch
     from torch.profiler import ProfilerActivity, profile
 
+    from pallas_kernels._profile import added_medians
+
     warm_up, *timed = calls
     warm_up()
     torch.cuda.synchronize()
@@ -146,11 +146,8 @@ def kernel_milliseconds(calls: list) -> float:
         for call in timed:
             call()
         torch.cuda.synchronize()
-    durations = defaultdict(list)
-    for event in profiler.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            durations[event.name].append(event.time_range.elapsed_us())
-    return sum(statistics.median(times) * len(times) for times in durations.values()) / len(timed) / 1e3
+    events = (event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA)
+    return added_medians(((event.name, event.time_range.elapsed_us()) for event in events), len(timed)) / 1e3
 
 
 def both_milliseconds(forward, both, cotangents, function: str) -> list[float]:

@@ -13,6 +13,7 @@ import pytest
 
 import pallas_kernels
 from pallas_kernels import _dispatch, _platform, bench
+from pallas_kernels._profile import added_medians
 
 ROOT = Path(pallas_kernels.__file__).parent
 
@@ -129,3 +130,10 @@ def test_bench_skips_what_refuses_and_names_unknown_cases(capsys: pytest.Capture
     assert len(captured.out.splitlines()) == 3
     with pytest.raises(SystemExit, match="has no case 'B9'; name one of B4-S2048"):
         bench.main(["flash_attention", "B9"])
+
+
+def test_a_calls_kernels_take_their_medians() -> None:
+    three_calls = [("a", 2.0), ("a", 3.0), ("b", 5.0)] * 2 + [("a", 90.0), ("a", 3.0), ("b", 7.0)]
+    assert added_medians(three_calls, 3) == 2 * 3.0 + 5.0
+    with pytest.raises(RuntimeError, match="saw no kernel"):
+        added_medians([], 3)
