@@ -90,9 +90,10 @@ def launch(
     return plgpu.kernel(_entry(kernel, scratch_types), out_type=out_type, compiler_params=params, **shape)(*args)
 
 
-def launch_alone(kernel, blocks: int, *args, out_type):
+def launch_alone(kernel, blocks: int, *args, out_type, params: plgpu.CompilerParams | None = None):
     """Runs `kernel(*refs)` in so many blocks of one warpgroup each; the axis of the grid is "tiles"."""
-    run = plgpu.kernel(kernel, out_type=out_type, grid=(blocks,), grid_names=("tiles",), compiler_params=_FAST)
+    params = params or _FAST
+    run = plgpu.kernel(kernel, out_type=out_type, grid=(blocks,), grid_names=("tiles",), compiler_params=params)
     return run(*args)
 
 

@@ -71,17 +71,21 @@ def forward_added(
 
 def _forward(x: Array, added: Array | None, scale: Array, eps: float, room: int) -> tuple[Array, Array, Array]:
     """The normalised input, which is x, or x + added in x.dtype; result and reciprocal root mean square."""
-    width, rows = x.shape[-1], math.prod(x.shape[:-1])
-    operands = [array.reshape(rows, width) for array in (x, added) if array is not None]
-    if narrow(width):
-        total, y, rrms = mosaic_gpu_narrow.forward(tuple(operands), scale, eps, room)
-        return total.reshape(x.shape), y.reshape(*x.shape[:-1], width + room), rrms.reshape(*x.shape[:-1], 1)
+    width = x.shape[-1]
+    arrays = tuple(array.reshape(-1, width) for array in (x, added) if array is not None)
+    of_rows = mosaic_gpu_narrow.forward if narrow(width) else _wide_forward
+    total, y, rrms = of_rows(arrays, scale, eps, room)
+    return total.reshape(x.shape), y.reshape(*x.shape[:-1], width + room), rrms.reshape(*x.shape[:-1], 1)
+
+
+def _wide_forward(arrays: tuple[Array, ...], scale: Array, eps: float, room: int) -> tuple[Array, Array, Array]:
+    """As mosaic_gpu_narrow.forward."""
+    (rows, width), sums = arrays[0].shape, arrays[1:]
     taken = _rows_of_block(rows, width)
-    sums = operands[1:]
 
     def kernel(*refs):
-        *in_refs, scale_ref, y_ref, rrms_ref = refs[: len(operands) + 3]
-        sum_refs = refs[len(operands) + 3 :]
+        *in_refs, scale_ref, y_ref, rrms_ref = refs[: len(arrays) + 3]
+        sum_refs = refs[len(arrays) + 3 :]
         first = lax.axis_index("tiles") * taken
         whole = [[_load(ref.at[first + i]) for ref in in_refs] for i in range(taken)]
         scale_f32 = _load(scale_ref).astype(jnp.float32)
@@ -95,11 +99,10 @@ def _forward(x: Array, added: Array | None, scale: Array, eps: float, room: int)
             y_ref[first + i, pl.ds(0, width)] = (x_f32 * rrms * scale_f32).astype(x.dtype)
             rrms_ref[first + i] = rrms
 
-    out = [jax.ShapeDtypeStruct((rows, width + room), x.dtype), jax.ShapeDtypeStruct((rows,), jnp.float32)]
+    out = [jax.ShapeDtypeStruct((rows, width + room), arrays[0].dtype), jax.ShapeDtypeStruct((rows,), jnp.float32)]
     out += [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in sums]
-    y, rrms, *totals = launch_alone(kernel, rows // taken, *operands, scale, out_type=out)
-    total = totals[0].reshape(x.shape) if totals else x
-    return total, y.reshape(*x.shape[:-1], width + room), rrms.reshape(*x.shape[:-1], 1)
+    y, rrms, *total = launch_alone(kernel, rows // taken, *arrays, scale, out_type=out)
+    return (total or arrays)[0], y, rrms
 
 
 @functools.partial(jax.jit, static_argnames="trained", inline=True)
@@ -107,26 +110,32 @@ def backward(
     x: Array, scale: Array, rrms: Array, dy: Array, dresidual: Array | None = None, *, trained: bool
 ) -> tuple[Array, Array | None]:
     """As reference.backward, but that dresidual is added before dx is rounded."""
-    width, rows = x.shape[-1], math.prod(x.shape[:-1])
-    arrays = [array.reshape(rows, width) for array in (x, dy, dresidual) if array is not None]
-    if narrow(width):
-        dx, dscale = mosaic_gpu_narrow.backward(tuple(arrays), scale, rrms.reshape(rows), trained=trained)
-        return dx.reshape(x.shape), dscale
-    operands = *arrays, scale, rrms.reshape(rows)
-    dx_type = jax.ShapeDtypeStruct((rows, width), x.dtype)
+    arrays = tuple(array.reshape(-1, x.shape[-1]) for array in (x, dy, dresidual) if array is not None)
+    of_rows = mosaic_gpu_narrow.backward if narrow(x.shape[-1]) else _wide_backward
+    dx, dscale = of_rows(arrays, scale, rrms.reshape(-1), trained=trained)
+    return dx.reshape(x.shape), dscale
+
+
+def _wide_backward(
+    arrays: tuple[Array, ...], scale: Array, rrms: Array, *, trained: bool
+) -> tuple[Array, Array | None]:
+    """As mosaic_gpu_narrow.backward."""
+    x, dy, *_ = arrays
+    rows, width = x.shape
+    operands, dx_type = (*arrays, scale, rrms), jax.ShapeDtypeStruct(x.shape, x.dtype)
+    if trained and width > WIDEST_SUMMED:
+        dx, _ = _wide_backward(arrays, scale, rrms, trained=False)
+        return dx, reference.backward_scale(x, scale, rrms[:, None], dy)
     if not trained:
         taken = _rows_of_block(rows, width)
         (dx,) = launch_alone(functools.partial(_input_gradient, taken), rows // taken, *operands, out_type=[dx_type])
-        return dx.reshape(x.shape), None
-    if width > WIDEST_SUMMED:
-        dx, _ = backward(x, scale, rrms, dy, dresidual, trained=False)
-        return dx, reference.backward_scale(x, scale, rrms, dy)
+        return dx, None
     blocks = min(rows, _platform.multiprocessors() * (_SUMMED // width))
     sums_type = jax.ShapeDtypeStruct((blocks, width), jnp.float32)
     dx, sums = launch_alone(
         functools.partial(_gradients, rows, blocks), blocks, *operands, out_type=[dx_type, sums_type]
     )
-    return dx.reshape(x.shape), jnp.sum(sums, axis=0).astype(scale.dtype)
+    return dx, jnp.sum(sums, axis=0).astype(scale.dtype)
 
 
 def _input_gradient(taken: int, *refs) -> None:
@@ -159,12 +168,11 @@ def _gradients(rows: int, blocks: int, *refs) -> None:
 
 def _row_gradients(x: Array, dy: Array, *added: Array, scale: Array, rrms: Array) -> tuple[Array, Array]:
     """A row's dx in x.dtype, and its part of the scale's gradient in f32."""
-    normed, dy_f32 = x.astype(jnp.float32) * rrms, dy.astype(jnp.float32)
-    dnormed = dy_f32 * scale
-    dx = rrms * (dnormed - normed * (jnp.sum(dnormed * normed) / x.shape[0]))
+    x_f32, dy_f32 = x.astype(jnp.float32), dy.astype(jnp.float32)
+    dx, dscale = reference.gradients(x_f32, dy_f32, scale, rrms, lambda row: jnp.sum(row) / row.shape[0])
     for one in added:
         dx += one.astype(jnp.float32)
-    return dx.astype(x.dtype), dy_f32 * normed
+    return dx.astype(x.dtype), dscale
 
 
 def _rows_of_block(rows: int, width: int) -> int:

@@ -7,28 +7,23 @@ takes, which has sums of the scale's gradient of its own: arrays in the kernels 
 
 import functools
 import math
-from collections.abc import Callable
 
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.mosaic.gpu import fragmented_array
 from jaxtyping import Array
 
 from pallas_kernels import _platform
+from pallas_kernels._hopper import launch_alone
+from pallas_kernels._lanes import PARAMS, load, spread, tiled
+from pallas_kernels.rms_norm import reference
 
 MULTIPLE, WIDEST = 64, 1152  # of widths; a thread has at most 72 elements of a row
 _VECTOR, _WARPS, _LANES = 8, 4, 32
 _SHARE = 32  # elements that a thread takes at least, of as many rows as have them
 _STAYING = 32  # warps that work on a multiprocessor at once where they stay and sum
-
-_PARAMS = plgpu.CompilerParams(
-    approx_math=True,
-    lowering_semantics=plgpu.LoweringSemantics.Lane,
-    unsafe_no_auto_barriers=True,  # nothing is read that is written here
-)
 
 
 def rows_at_a_time(width: int) -> int:
@@ -45,14 +40,14 @@ def forward(arrays: tuple[Array, ...], scale: Array, eps: float, room: int) -> t
     def kernel(*refs):
         *in_refs, scale_ref, y_ref, rrms_ref = refs[: len(arrays) + 3]
         at = _groups(lax.axis_index("tiles"))
-        x, *added = (_load(ref.at[at], layout) for ref in in_refs)
-        scale_f32 = _wide(_load(scale_ref, layout.reduce((0, 1))), (2,), x.shape, layout)
+        x, *added = (load(ref.at[at], layout) for ref in in_refs)
+        scale_f32 = spread(load(scale_ref, layout.reduce((0, 1))).astype(jnp.float32), (2,), x.shape, layout)
         for one, sum_ref in zip(added, refs[len(arrays) + 3 :], strict=True):
             x = (x.astype(jnp.float32) + one.astype(jnp.float32)).astype(dtype)
             sum_ref[at] = x
         x_f32 = x.astype(jnp.float32)
         rrms = lax.rsqrt(jnp.sum(x_f32 * x_f32, axis=2) / width + eps)
-        y_ref[at, :, pl.ds(0, width)] = (x_f32 * _wide(rrms, (0, 1), x.shape, layout) * scale_f32).astype(dtype)
+        y_ref[at, :, pl.ds(0, width)] = (x_f32 * spread(rrms, (0, 1), x.shape, layout) * scale_f32).astype(dtype)
         rrms_ref[at] = rrms
 
     grouped = [array.reshape(-1, of_warp, width) for array in arrays]
@@ -60,7 +55,7 @@ def forward(arrays: tuple[Array, ...], scale: Array, eps: float, room: int) -> t
     out = [jax.ShapeDtypeStruct((groups, of_warp, width + room), dtype)]
     out += [jax.ShapeDtypeStruct((groups, of_warp), jnp.float32)]
     out += [jax.ShapeDtypeStruct(array.shape, dtype) for array in grouped[1:]]
-    y, rrms, *total = _launch(kernel, groups // _WARPS, *grouped, scale, out_type=out)
+    y, rrms, *total = launch_alone(kernel, groups // _WARPS, *grouped, scale, out_type=out, params=PARAMS)
     return (total or arrays)[0].reshape(rows, width), y.reshape(rows, width + room), rrms.reshape(rows)
 
 
@@ -74,17 +69,20 @@ def backward(arrays: tuple[Array, ...], scale: Array, rrms: Array, *, trained: b
 
     def gradients(in_refs, scale_f32, rrms_ref, dx_ref, tile):
         at = _groups(tile)
-        x, dy, *added = (_load(ref.at[at], layout).astype(jnp.float32) for ref in in_refs)
-        rrms = _wide(_load(rrms_ref.at[at], layout.reduce(2)), (0, 1), x.shape, layout)
-        normed, dnormed = x * rrms, dy * scale_f32
-        mean = _wide(jnp.sum(dnormed * normed, axis=2) / width, (0, 1), x.shape, layout)
-        dx_ref[at] = sum(added, rrms * (dnormed - normed * mean)).astype(dtype)
-        return dy * normed
+        x, dy, *added = (load(ref.at[at], layout).astype(jnp.float32) for ref in in_refs)
+        rrms = spread(load(rrms_ref.at[at], layout.reduce(2)), (0, 1), x.shape, layout)
+
+        def mean(x):
+            return spread(jnp.sum(x, axis=2) / width, (0, 1), x.shape, layout)
+
+        dx, dscale = reference.gradients(x, dy, scale_f32, rrms, mean)
+        dx_ref[at] = sum(added, dx).astype(dtype)
+        return dscale
 
     def kernel(*refs):
         *in_refs, scale_ref, rrms_ref, dx_ref = refs[: len(arrays) + 3]
         block, shape = lax.axis_index("tiles"), (_WARPS, of_warp, width)
-        scale_f32 = _wide(_load(scale_ref, layout.reduce((0, 1))), (2,), shape, layout)
+        scale_f32 = spread(load(scale_ref, layout.reduce((0, 1))).astype(jnp.float32), (2,), shape, layout)
         of_tile = functools.partial(gradients, in_refs, scale_f32, rrms_ref, dx_ref)
         if not trained:
             of_tile(block)
@@ -97,27 +95,13 @@ def backward(arrays: tuple[Array, ...], scale: Array, rrms: Array, *, trained: b
     grouped = [array.reshape(-1, of_warp, width) for array in arrays]
     out = [jax.ShapeDtypeStruct(grouped[0].shape, dtype)]
     out += [jax.ShapeDtypeStruct((blocks * _WARPS, width), jnp.float32)] * trained
-    dx, *sums = _launch(kernel, blocks, *grouped, scale, rrms.reshape(-1, of_warp), out_type=out)
+    dx, *sums = launch_alone(kernel, blocks, *grouped, scale, rrms.reshape(-1, of_warp), out_type=out, params=PARAMS)
     return dx.reshape(rows, width), jnp.sum(sums[0], axis=0).astype(scale.dtype) if sums else None
 
 
 def _groups(tile):
     """Of a tile, one a warp."""
     return pl.ds(tile * _WARPS, _WARPS)
-
-
-def _launch(kernel: Callable[..., None], blocks: int, *args: Array, out_type: list) -> list[Array]:
-    run = plgpu.kernel(kernel, out_type=out_type, grid=(blocks,), grid_names=("tiles",), compiler_params=_PARAMS)
-    return run(*args)
-
-
-def _load(ref, layout) -> Array:
-    return plgpu.load(ref, layout=layout, optimized=False)
-
-
-def _wide(x: Array, axes: tuple[int, ...], shape: tuple[int, ...], layout) -> Array:
-    """x in f32, whose axes are these, the same along the others."""
-    return plgpu.layout_cast(lax.broadcast_in_dim(x.astype(jnp.float32), shape, axes), layout)
 
 
 def _threads(width: int) -> int:
@@ -137,9 +121,6 @@ def _layout(width: int):
     """Of (warps, rows, D): neighbouring threads have neighbouring pieces of a row, in as many turns as it takes."""
     threads = _threads(width)
     rows, columns = _LANES // threads, threads * _VECTOR
-    tiling = fragmented_array.Tiling(((_WARPS, rows, columns), (1, rows, columns), (_VECTOR,)))
     # warps, 1, 1; 1, and rows and columns by lanes; a vector
-    plain = fragmented_array.TiledLayout(
-        tiling, warp_dims=(-7,), lane_dims=(-3, -2), vector_dim=-1, _check_canonical=False
-    ).canonicalize()
-    return plgpu.Layout.TILED(plain.tiling, plain.warp_dims, plain.lane_dims, plain.vector_dim)
+    tiles = (_WARPS, rows, columns), (1, rows, columns), (_VECTOR,)
+    return tiled(*tiles, warps=(-7,), lanes=(-3, -2))

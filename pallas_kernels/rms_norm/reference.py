@@ -1,5 +1,8 @@
 """RMSNorm in plain jnp: forward and backward, all arithmetic in f32."""
 
+import functools
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -31,11 +34,17 @@ def backward(
     With n = x * rrms and g = dy * scale: dx = rrms * (g - n * mean(g * n)), dscale = sum over rows of dy * n. What else
     x's gradient consists of, `dresidual`, is added to the rounded dx, as differentiation of a sum does.
     """
-    normed = x.astype(jnp.float32) * rrms
-    dnormed = dy.astype(jnp.float32) * scale.astype(jnp.float32)
-    dx = (rrms * (dnormed - normed * jnp.mean(dnormed * normed, axis=-1, keepdims=True))).astype(x.dtype)
+    mean = functools.partial(jnp.mean, axis=-1, keepdims=True)
+    x_f32, dy_f32, scale_f32 = (array.astype(jnp.float32) for array in (x, dy, scale))
+    dx = gradients(x_f32, dy_f32, scale_f32, rrms, mean)[0].astype(x.dtype)
     dx = dx if dresidual is None else dx + dresidual
     return dx, backward_scale(x, scale, rrms, dy) if trained else None
+
+
+def gradients(x: Array, dy: Array, scale: Array, rrms: Array, mean: Callable[[Array], Array]) -> tuple[Array, Array]:
+    """Return dx and each row's part of dscale, as in `backward`, all in f32; `mean` is that of a row."""
+    normed, dnormed = x * rrms, dy * scale
+    return rrms * (dnormed - normed * mean(dnormed * normed)), dy * normed
 
 
 def backward_scale(x: Array, scale: Array, rrms: Array, dy: Array) -> Array:

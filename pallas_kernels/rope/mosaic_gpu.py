@@ -21,11 +21,10 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental.mosaic.gpu import fragmented_array
 from jaxlib.mlir.dialects import vector
 from jaxtyping import Array, Float
 
-from pallas_kernels import _platform
+from pallas_kernels import _lanes, _platform
 from pallas_kernels._hopper import run_once
 
 WIDTHS = (64, 128, 256)  # of what turns of a head: 4 to 32 threads for a piece
@@ -111,16 +110,10 @@ def rotate(
         out_type=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k)],
         grid=(batch, tokens // taken),
         grid_names=("rows", "tiles"),
-        compiler_params=_PARAMS,
+        compiler_params=_lanes.PARAMS,
     )
     q, k = run_once(run(q, k, cos, sin))
     return q, k
-
-
-# Layouts are given, as the compiler's search for them gives up over two kinds; nothing is read that is written here.
-_PARAMS = plgpu.CompilerParams(
-    approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-)
 
 
 class _Form(NamedTuple):
@@ -141,25 +134,21 @@ def _turn(tensors, tables, row, at, form: _Form) -> None:
         whole = turning = _layout(heads, form.piece)
         if form.interleaved:
             turning = _layout(heads, form.piece // 2, _VECTOR // 2)
-        pieces = [_load(ref.at[row, at, :, part], whole) for part in parts]
-        angles = [_load(table.at[its_row, at], turning.reduce(1)) for table, its_row in tables]
+        pieces = [_lanes.load(ref.at[row, at, :, part], whole) for part in parts]
+        angles = [_lanes.load(table.at[its_row, at], turning.reduce(1)) for table, its_row in tables]
         loaded.append((parts, pieces, angles, whole, turning))
     for (parts, pieces, angles, whole, turning), (_, out_ref) in zip(loaded, tensors, strict=True):
         if form.interleaved:
             (a, b), passed = _apart(pieces[0].astype(jnp.float32), whole, turning, form.staged), pieces[1:]
         else:
             (a, b), passed = (x.astype(jnp.float32) for x in pieces[:2]), pieces[2:]
-        c, s = (plgpu.layout_cast(lax.broadcast_in_dim(table, a.shape, (0, 2)), turning) for table in angles)
+        c, s = (_lanes.spread(table, (0, 2), a.shape, turning) for table in angles)
         s = -s if form.back else s
         turned = a * c - b * s, b * c + a * s
         if form.interleaved:
             turned = (_joined(*turned, whole, turning, form.staged),)
         for part, x in zip(parts, (*turned, *passed), strict=True):
             out_ref[row, at, :, part] = x.astype(out_ref.dtype)
-
-
-def _load(ref, layout) -> Array:
-    return plgpu.load(ref, layout=layout, optimized=False)
 
 
 def _apart(x: Array, whole, turning, staged: bool) -> tuple[Array, Array]:
@@ -220,12 +209,9 @@ def _layout(heads: int, channels: int, together: int = _VECTOR):
     tokens, heads = _at_a_time(heads, channels * _VECTOR // together)
     by_head = math.gcd(heads, _WARPS)
     of_warp = tokens * by_head // _WARPS, heads // by_head
-    tiling = fragmented_array.Tiling(((tokens, heads, channels), (*of_warp, channels), (together,)))
     # tokens and heads by warps, 1; tokens, heads and channels by lanes; a vector
-    plain = fragmented_array.TiledLayout(
-        tiling, warp_dims=(-7, -6), lane_dims=(-4, -3, -2), vector_dim=-1, _check_canonical=False
-    ).canonicalize()
-    return plgpu.Layout.TILED(plain.tiling, plain.warp_dims, plain.lane_dims, plain.vector_dim)
+    tiles = (tokens, heads, channels), (*of_warp, channels), (together,)
+    return _lanes.tiled(*tiles, warps=(-7, -6), lanes=(-4, -3, -2))
 
 
 def _fewest_tokens(piece: int, *heads: int) -> int:
