@@ -11,6 +11,7 @@ array operations do the same.
 """
 
 import functools
+import itertools
 import math
 from typing import NamedTuple
 
@@ -89,16 +90,26 @@ def rotate(
     (batch, tokens, heads, width), kv_heads = q.shape, k.shape[2]
     form = _Form(_piece(cos, interleaved), interleaved, back, staged)
     taken = _tokens(tokens, width, form.piece, heads, kv_heads)
+    shares = _shares(taken, width, form.piece, heads, kv_heads)
 
     def kernel(q_ref, k_ref, *refs):
         row, first = lax.axis_index("rows"), lax.axis_index("tiles") * taken
-        both = tuple(zip((q_ref, k_ref), refs[2:], strict=True))
+        at, (out_q_ref, out_k_ref) = pl.ds(first, taken), refs[2:]
         tables = [(ref, row if cos.shape[0] > 1 else 0) for ref in refs[:2]]
-        if taken * (heads + kv_heads) * width <= _MOST:
-            _turn(both, tables, row, pl.ds(first, taken), form)
+        keys = (k_ref, out_k_ref, 0, kv_heads)
+        ends = (*(share * (heads + kv_heads) // shares for share in range(shares)), heads)
+        queries = [(q_ref, out_q_ref, start, end - start) for start, end in itertools.pairwise(ends)]
+        if shares > 1 or taken * (heads + kv_heads) * width <= _MOST:
+            for share, tensor in enumerate(queries):
+                tensors = (tensor, keys) if share == shares - 1 else (tensor,)
+
+                @pl.when(lax.axis_index("shares") == share)
+                def _turn_share(tensors=tensors):
+                    _turn(tensors, tables, row, at, form)
+
             return
-        for tensor in both:  # few heads of one need tokens of which the other's heads are too many at a time
-            step = _tokens(taken, width, form.piece, tensor[0].shape[2])
+        for tensor in (*queries, keys):  # few heads of one need tokens of which the other's are too many at a time
+            step = _tokens(taken, width, form.piece, tensor[-1])
 
             def turn(i, _, tensor=tensor, step=step):
                 _turn((tensor,), tables, row, pl.ds(first + i * step, step), form)
@@ -108,8 +119,8 @@ def rotate(
     run = plgpu.kernel(
         kernel,
         out_type=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k)],
-        grid=(batch, tokens // taken),
-        grid_names=("rows", "tiles"),
+        grid=(batch, tokens // taken, shares),
+        grid_names=("rows", "tiles", "shares"),
         compiler_params=_lanes.PARAMS,
     )
     q, k = run_once(run(q, k, cos, sin))
@@ -126,18 +137,18 @@ class _Form(NamedTuple):
 
 
 def _turn(tensors, tables, row, at, form: _Form) -> None:
-    """Turns the tokens `at` of each (input, output), by tables and their rows."""
+    """Turns the tokens `at` of each (input, output, first head, heads), by tables and their rows."""
     loaded = []
-    for ref, _ in tensors:
-        _, _, heads, width = ref.shape
-        parts = [pl.ds(first, form.piece) for first in range(0, width, form.piece)]
+    for ref, _, start, heads in tensors:
+        width = ref.shape[-1]
+        parts = [(pl.ds(start, heads), pl.ds(first, form.piece)) for first in range(0, width, form.piece)]
         whole = turning = _layout(heads, form.piece)
         if form.interleaved:
             turning = _layout(heads, form.piece // 2, _VECTOR // 2)
-        pieces = [_lanes.load(ref.at[row, at, :, part], whole) for part in parts]
+        pieces = [_lanes.load(ref.at[row, at, *part], whole) for part in parts]
         angles = [_lanes.load(table.at[its_row, at], turning.reduce(1)) for table, its_row in tables]
         loaded.append((parts, pieces, angles, whole, turning))
-    for (parts, pieces, angles, whole, turning), (_, out_ref) in zip(loaded, tensors, strict=True):
+    for (parts, pieces, angles, whole, turning), (_, out_ref, *_) in zip(loaded, tensors, strict=True):
         if form.interleaved:
             (a, b), passed = _apart(pieces[0].astype(jnp.float32), whole, turning, form.staged), pieces[1:]
         else:
@@ -148,7 +159,7 @@ def _turn(tensors, tables, row, at, form: _Form) -> None:
         if form.interleaved:
             turned = (_joined(*turned, whole, turning, form.staged),)
         for part, x in zip(parts, (*turned, *passed), strict=True):
-            out_ref[row, at, :, part] = x.astype(out_ref.dtype)
+            out_ref[row, at, *part] = x.astype(out_ref.dtype)
 
 
 def _apart(x: Array, whole, turning, staged: bool) -> tuple[Array, Array]:
@@ -224,3 +235,13 @@ def _tokens(tokens: int, width: int, piece: int, *heads: int) -> int:
     fewest = _fewest_tokens(piece, *heads)
     most = max(1, _SHARE // (fewest * sum(heads) * width))
     return fewest * math.gcd(tokens // fewest, 1 << (most.bit_length() - 1))
+
+
+def _shares(taken: int, width: int, piece: int, heads: int, kv_heads: int) -> int:
+    """Blocks that share the heads of the fewest tokens, 1 or 2.
+
+    The first has half of all heads, of queries; the second has the other queries and the keys.
+    """
+    half = (heads + kv_heads) // 2
+    smaller = taken * half * width <= _SHARE < taken * (heads + kv_heads) * width
+    return 2 if smaller and half < heads and taken % _fewest_tokens(piece, half, heads - half, kv_heads) == 0 else 1
