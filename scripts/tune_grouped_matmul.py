@@ -1,13 +1,12 @@
 """Times the grouped product's kernels on a GPU with other sizes of tiles than those that mosaic_gpu.tiles_of chooses.
 
-Usage: python scripts/tune_grouped_matmul.py [CASE ...] [--weights] [--other FILE]
+Usage: python scripts/tune_grouped_matmul.py [CASE ...] [--weights] [--forms NAME ...] [--other FILE]
 
 Cases are those of pallas_kernels/grouped_matmul/cases.py; default: 4. With --weights only the weights' gradient is
 timed. FILE is a Python file with another version of its kernel, which is timed beside the present one's forms, such as
 `git show main:pallas_kernels/grouped_matmul/mosaic_gpu_weights.py > before.py`.
 
-A line for each case and kernel: TFLOP/s of each form, the best first. A form whose result differs from the first one's
-by more than rounding is marked WRONG; one that does not compile is named on the error stream.
+A line for each case and kernel: TFLOP/s of each form, the best first, as tune_forms.py times them.
 """
 
 from __future__ import annotations
@@ -24,7 +23,9 @@ import jax.numpy as jnp
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from pallas_kernels.bench import build, median_seconds
+from tune_forms import seconds_of_forms
+
+from pallas_kernels.bench import build
 from pallas_kernels.grouped_matmul.cases import CASES
 from pallas_kernels.grouped_matmul.mosaic_gpu_gated import gated_gradients, gated_rows
 from pallas_kernels.grouped_matmul.mosaic_gpu_rows import group_rows
@@ -63,13 +64,6 @@ GATED = {  # of products that are gated; the result is half gate's and half up's
 }
 
 
-@jax.jit
-def difference(got, first):
-    """Relative, in the Frobenius norm; of several results of the first."""
-    got, first = (jax.tree.leaves(x)[0].astype(jnp.float32) for x in (got, first))
-    return jnp.linalg.norm((got - first).ravel()) / jnp.linalg.norm(first.ravel())
-
-
 def kernel_of(path: Path):
     """group_weights of a Python file."""
     spec = importlib.util.spec_from_file_location("other_weights", path)
@@ -85,6 +79,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("cases", nargs="*", default=DEFAULT)
     parser.add_argument("--weights", action="store_true", help="the weights' gradient alone")
+    parser.add_argument("--forms", nargs="+", help="of those that are timed: " + ", ".join(FORMS | WEIGHTS | GATED))
     parser.add_argument("--other", type=Path, help="a file with another version of its kernel")
     options = parser.parse_args()
     for case in CASES:
@@ -109,19 +104,15 @@ def main() -> None:
         kernels |= gated
         for kernel in ("dw",) if options.weights else kernels:
             forms, same, args = kernels[kernel]
-            rates, first = {}, None
-            for form, function in forms.items():
-                try:
-                    run = jax.jit(functools.partial(function, **same)).lower(*args).compile()
-                    result = run(*args)
-                    first = result if first is None else first
-                    wrong = not float(difference(result, first)) < 1e-3
-                    flops = case.flops * (2 if kernel == "gated" else 1)
-                    rates[form + (" WRONG" if wrong else "")] = flops / median_seconds(run, *args) / 1e12
-                except Exception as error:
-                    print(f"{case.name} {kernel} {form}: {str(error)[:300]}", file=sys.stderr, flush=True)
-            ranked = sorted(rates.items(), key=lambda item: -item[1])
-            print(f"{case.name} {kernel}: " + ", ".join(f"{form} {rate:.0f}" for form, rate in ranked), flush=True)
+            flops = case.flops * (2 if kernel == "gated" else 1)
+            whole = {
+                form: functools.partial(function, **same)
+                for form, function in forms.items()
+                if form in (options.forms or forms)
+            }
+            seconds = seconds_of_forms(f"{case.name} {kernel}", whole, args, apart=1e-3)
+            rates = (f"{form} {flops / time / 1e12:.0f}" for form, time in seconds.items())
+            print(f"{case.name} {kernel}: " + ", ".join(rates), flush=True)
 
 
 if __name__ == "__main__":

@@ -5,9 +5,8 @@ Usage: python scripts/tune_nf4.py [CASE ...] [--rows M ...] [--forms NAME ...]
 Cases are those of pallas_kernels/nf4_linear/cases.py; default: those of 512 rows. With --rows each case is timed with
 so many rows in place of its own. With --forms only the named forms are timed beside the bf16 product.
 
-A line for each case and direction: TFLOP/s of each form, the best first, and how that compares with the bf16 product. A
-form whose result differs from the bf16 product's by more than rounding is marked WRONG; one that does not compile is
-named on the error stream.
+A line for each case and direction: TFLOP/s of each form, the best first, as tune_forms.py times them, and how that
+compares with the bf16 product.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ import jax.numpy as jnp
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tune_grouped_matmul import difference
+from tune_forms import seconds_of_forms
 
-from pallas_kernels.bench import build, median_seconds
+from pallas_kernels.bench import build
 from pallas_kernels.nf4_linear import NF4Weight, dequantize, mosaic_gpu
 from pallas_kernels.nf4_linear.cases import CASES
 from pallas_kernels.nf4_linear.mosaic_gpu_fragments import DEPTH
@@ -84,22 +83,17 @@ def main() -> None:
         for rows in options.rows or (x.shape[0],):
             for transpose in (False, True):
                 x = jax.random.normal(jax.random.key(1), (rows, w.shape[0 if transpose else 1]), jnp.bfloat16)
-                args, rates, first = (x, packed, dense), {}, None
-                for form, function in forms(w, rows, transpose=transpose).items():
-                    if options.forms and form not in ("bf16", *options.forms):
-                        continue
-                    try:
-                        run = jax.jit(function).lower(*args).compile()
-                        result = run(*args)
-                        first = result if first is None else first
-                        wrong = not float(difference(result, first)) < 5e-3
-                        seconds = median_seconds(run, *args)
-                        rates[form + (" WRONG" if wrong else "")] = 2 * rows * w.shape[0] * w.shape[1] / seconds / 1e12
-                    except Exception as error:  # whatever one form does, the others are timed
-                        print(f"{case.name} {form}: {str(error)[:300]}", file=sys.stderr, flush=True)
-                ranked = sorted(rates.items(), key=lambda item: -item[1])
-                words = (f"{form} {rate:.0f} ({rate / rates['bf16']:.2f})" for form, rate in ranked)
-                print(f"{w.shape} {rows} rows {'dx' if transpose else 'y'}: " + ", ".join(words), flush=True)
+                args, line = (x, packed, dense), f"{w.shape} {rows} rows {'dx' if transpose else 'y'}"
+                wanted = {
+                    form: function
+                    for form, function in forms(w, rows, transpose=transpose).items()
+                    if not options.forms or form in ("bf16", *options.forms)
+                }
+                seconds, flops = seconds_of_forms(line, wanted, args, apart=5e-3), 2 * rows * w.shape[0] * w.shape[1]
+                words = (
+                    f"{form} {flops / time / 1e12:.0f} ({seconds['bf16'] / time:.2f})" for form, time in seconds.items()
+                )
+                print(f"{line}: " + ", ".join(words), flush=True)
 
 
 if __name__ == "__main__":

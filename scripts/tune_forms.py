@@ -1,0 +1,62 @@
+"""What the tuning scripts share: several forms of one computation, timed beside each other on a GPU."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.bench import median_seconds
+
+ROUNDS = 3
+
+
+@jax.jit
+def difference(got, first):
+    """Relative, in the Frobenius norm; of several results of the first."""
+    got, first = (jax.tree.leaves(x)[0].astype(jnp.float32) for x in (got, first))
+    return jnp.linalg.norm((got - first).ravel()) / jnp.linalg.norm(first.ravel())
+
+
+def seconds_of_forms(
+    line: str,
+    forms: Mapping[str, Callable[..., Any]],
+    args: tuple[Any, ...],
+    *,
+    apart: float,
+    unlike: tuple[str, ...] = (),
+    rounds: int = ROUNDS,
+) -> dict[str, float]:
+    """Time forms in turn, so many rounds, and return the medians in seconds, the fastest first.
+
+    A form whose result is further than `apart` from the first one's, relatively, has WRONG behind its name. One that
+    does not compile or run is named on the error stream.
+
+    Args:
+        line: what is computed, for errors.
+        forms: functions of `args` by name.
+        args: arrays, or trees of them.
+        apart: see there.
+        unlike: forms that compute something else, whose results are not compared.
+        rounds: all forms are timed once in each, as the clocks of a GPU drift.
+    """
+
+    runs, first = {}, None
+    for name, form in forms.items():
+        try:
+            run = jax.jit(form).lower(*args).compile()
+            result = run(*args)
+        except Exception as error:  # whatever one form does, the others are timed
+            print(f"{line} {name}: {str(error)[:300]}", file=sys.stderr, flush=True)
+            continue
+        if name not in unlike:
+            first = result if first is None else first
+            name += "" if float(difference(result, first)) < apart else " WRONG"
+        runs[name] = run
+    times = [{name: median_seconds(run, *args) for name, run in runs.items()} for _ in range(rounds)]
+    medians = {name: float(np.median([each[name] for each in times])) for name in runs}
+    return dict(sorted(medians.items(), key=lambda item: item[1]))
