@@ -1,8 +1,9 @@
 """RMSNorm of short rows on Hopper: heads' norms, and widths that a warpgroup does not share out by 16 bytes a thread.
 
 As in mosaic_gpu.py, but that a warpgroup of 128 threads takes some rows at a time: 8 to 32 neighbouring threads a row,
-in pieces of 16 bytes each, so that a row's sum needs shuffles alone. Rows are seen as groups of those that a warp
-takes, which has sums of the scale's gradient of its own: arrays in the kernels are (4 warps, rows, D).
+in pieces of 16 bytes each, so that a row's sum needs shuffles alone; of 8 bytes where the scale's gradient is summed,
+whose part a thread keeps. Rows are seen as groups of those that a warp takes: arrays in the kernels are
+(4 warps, rows, D).
 """
 
 import functools
@@ -21,21 +22,21 @@ from pallas_kernels._lanes import PARAMS, load, spread, tiled
 from pallas_kernels.rms_norm import reference
 
 MULTIPLE, WIDEST = 64, 1152  # of widths; a thread has at most 72 elements of a row
-_VECTOR, _WARPS, _LANES = 8, 4, 32
+_VECTOR, _VECTOR_SUMMED, _WARPS, _LANES = 8, 4, 4, 32
 _SHARE = 32  # elements that a thread takes at least, of as many rows as have them
 _STAYING = 32  # warps that work on a multiprocessor at once where they stay and sum
 
 
-def rows_at_a_time(width: int) -> int:
-    """Rows whose pieces the threads hold at a time; a multiple of them is what a block takes."""
-    return _WARPS * _LANES // _threads(width)
+def rows_at_a_time(width: int, vector: int = _VECTOR) -> int:
+    """Rows whose pieces of so many elements the threads hold at a time; a block takes a multiple of them."""
+    return _WARPS * _LANES // _threads(width, vector)
 
 
 def forward(arrays: tuple[Array, ...], scale: Array, eps: float, room: int) -> tuple[Array, Array, Array]:
     """Normalises rows (M, D), or the sum of two, rounded: that sum, the result (M, D + room), and rrms (M,)."""
     (rows, width), dtype = arrays[0].shape, arrays[0].dtype
-    of_warp = _rows_of_warp(rows, width)
-    layout = _layout(width)
+    of_warp = _rows_of_warp(rows, width, _VECTOR)
+    layout = _layout(width, _VECTOR)
 
     def kernel(*refs):
         *in_refs, scale_ref, y_ref, rrms_ref = refs[: len(arrays) + 3]
@@ -62,10 +63,11 @@ def forward(arrays: tuple[Array, ...], scale: Array, eps: float, room: int) -> t
 def backward(arrays: tuple[Array, ...], scale: Array, rrms: Array, *, trained: bool) -> tuple[Array, Array | None]:
     """Of x, dy and perhaps dresidual (M, D), and rrms (M,): dx, and if trained the scale's gradient in its dtype."""
     (rows, width), dtype = arrays[0].shape, arrays[0].dtype
-    of_warp = _rows_of_warp(rows, width)
+    vector = _VECTOR_SUMMED if trained else _VECTOR
+    of_warp = _rows_of_warp(rows, width, vector)
     tiles = rows // of_warp // _WARPS
     blocks = min(tiles, _platform.multiprocessors() * _STAYING // _WARPS) if trained else tiles
-    layout = _layout(width)
+    layout = _layout(width, vector)
 
     def gradients(in_refs, scale_f32, rrms_ref, dx_ref, tile):
         at = _groups(tile)
@@ -90,11 +92,11 @@ def backward(arrays: tuple[Array, ...], scale: Array, rrms: Array, *, trained: b
         none = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
         steps = (tiles - block + blocks - 1) // blocks
         total = lax.fori_loop(0, steps, lambda i, total: total + of_tile(block + i * blocks), none)
-        refs[-1][_groups(block)] = jnp.sum(total, axis=1)
+        refs[-1][block] = jnp.sum(jnp.sum(total, axis=1), axis=0)
 
     grouped = [array.reshape(-1, of_warp, width) for array in arrays]
     out = [jax.ShapeDtypeStruct(grouped[0].shape, dtype)]
-    out += [jax.ShapeDtypeStruct((blocks * _WARPS, width), jnp.float32)] * trained
+    out += [jax.ShapeDtypeStruct((blocks, width), jnp.float32)] * trained
     dx, *sums = launch_alone(kernel, blocks, *grouped, scale, rrms.reshape(-1, of_warp), out_type=out, params=PARAMS)
     return dx.reshape(rows, width), jnp.sum(sums[0], axis=0).astype(scale.dtype) if sums else None
 
@@ -104,23 +106,22 @@ def _groups(tile):
     return pl.ds(tile * _WARPS, _WARPS)
 
 
-def _threads(width: int) -> int:
+def _threads(width: int, vector: int) -> int:
     """Neighbouring threads that share a row."""
-    return math.gcd(width // _VECTOR, _LANES)
+    return math.gcd(width // vector, _LANES)
 
 
-def _rows_of_warp(rows: int, width: int) -> int:
+def _rows_of_warp(rows: int, width: int, vector: int) -> int:
     """That a warp takes at a time, of so many in all."""
-    fewest = rows_at_a_time(width)
-    pieces = width // (_threads(width) * _VECTOR)
-    most = max(1, _SHARE // (_VECTOR * pieces))
+    fewest = rows_at_a_time(width, vector)
+    most = max(1, _SHARE * _threads(width, vector) // width)
     return fewest // _WARPS * math.gcd(rows // fewest, 1 << (most.bit_length() - 1))
 
 
-def _layout(width: int):
+def _layout(width: int, vector: int):
     """Of (warps, rows, D): neighbouring threads have neighbouring pieces of a row, in as many turns as it takes."""
-    threads = _threads(width)
-    rows, columns = _LANES // threads, threads * _VECTOR
+    threads = _threads(width, vector)
+    rows, columns = _LANES // threads, threads * vector
     # warps, 1, 1; 1, and rows and columns by lanes; a vector
-    tiles = (_WARPS, rows, columns), (1, rows, columns), (_VECTOR,)
+    tiles = (_WARPS, rows, columns), (1, rows, columns), (vector,)
     return tiled(*tiles, warps=(-7,), lanes=(-3, -2))
