@@ -24,7 +24,7 @@ from pallas_kernels.rms_norm import reference
 MULTIPLE, WIDEST = 64, 1152  # of widths; a thread has at most 72 elements of a row
 _VECTOR, _VECTOR_SUMMED, _WARPS, _LANES = 8, 4, 4, 32
 _SHARE = 32  # elements that a thread takes at least, of as many rows as have them
-_STAYING = 32  # warps that work on a multiprocessor at once where they stay and sum
+_STAYING = 12, 8  # warps of a multiprocessor that stay and sum: with at most _SHARE elements a thread, and with more
 
 
 def rows_at_a_time(width: int, vector: int = _VECTOR) -> int:
@@ -66,7 +66,8 @@ def backward(arrays: tuple[Array, ...], scale: Array, rrms: Array, *, trained: b
     vector = _VECTOR_SUMMED if trained else _VECTOR
     of_warp = _rows_of_warp(rows, width, vector)
     tiles = rows // of_warp // _WARPS
-    blocks = min(tiles, _platform.multiprocessors() * _STAYING // _WARPS) if trained else tiles
+    staying = _STAYING[of_warp * width > _SHARE * _LANES]
+    blocks = min(tiles, _platform.multiprocessors() * staying // _WARPS) if trained else tiles
     layout = _layout(width, vector)
 
     def gradients(in_refs, scale_f32, rrms_ref, dx_ref, tile):
