@@ -56,7 +56,8 @@ def loss_bytes(work: Workload) -> int:
 def layer_bytes(work: Workload, remat: str) -> int:
     """Widest moment of a layer's backward pass: where the feed-forward block's gradients are made.
 
-    Alive are, unless they are among what is kept: of width F gate, up, their product's gradient, and both's own; 4 D:
+    Alive are, unless they are among what is kept: of width F gate, up, their product's gradient, and both's own (and
+    with "offload" one more, by what the compiler needs at 2,048 to 262,144 tokens of an 8B model); 4 D:
     the layer's input, the residual stream behind attention, its norm, and the gradient that came in; and what
     attention's backward pass will want, 2 Q + 2 K. Groups of layers that are scanned together are computed again
     together: each layer but one adds all it computes, 3 F + 5 D + 2 Q + 2 K. Beside these stand the weights that are
@@ -84,16 +85,19 @@ def _group(work: Workload, stack: Stack, remat: str) -> int:
     widest = max(_backward_elements(work, kind, remat) for kind in stack.pattern)
     if remat != "none":
         more = sum(_forward_elements(work, kind, remat) for kind in stack.pattern[1:])
-    if remat == "offload":  # the next group's input, fetched ahead, where it arrives, and where it waits to be read
-        more += 3 * work.tokens * work.cfg.width
+    if remat == "offload":  # the next group's input is there, fetched ahead; the loss' input and its gradient, which
+        more -= work.tokens * work.cfg.width  # are counted with what is kept, are not
     return item * (widest + more)
 
 
 def _backward_elements(work: Workload, kind: LayerKind, remat: str) -> int:
     cfg = work.cfg
     chunks = 1 if kind.experts else -(-work.length // CHUNK)
-    ffn = (5 - len(kept_names(remat) & {"gate", "up"})) * ffn_elements(cfg, kind) * work.tokens // chunks
-    arrays = 4 + (chunks > 1) - ("middle" in kept_names(remat))  # chunks' gradients are joined
+    wide = 5 + (remat == "offload") - len(kept_names(remat) & {"gate", "up"})
+    ffn = wide * ffn_elements(cfg, kind) * work.tokens // chunks
+    arrays = 4 - ("middle" in kept_names(remat))
+    if chunks > 1:  # their gradients are joined, and several rows are put in the order of chunks
+        arrays += 1 + (work.rows > 1)
     stream = arrays * cfg.width * work.tokens
     if kind.experts is not None:  # the sorted copy of the tokens, and its gradient
         stream += (2 - ("rows" in kept_names(remat))) * kind.experts.top_k * cfg.width * work.tokens
