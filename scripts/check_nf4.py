@@ -1,11 +1,11 @@
 """Checks the Hopper kernels of NF4 weights on a GPU: dequantized bits against XLA's, products against float64.
 
-Usage: python scripts/check_nf4.py [--out FILE]     (exit status 1 where a check fails)
+Usage: python scripts/check_nf4.py [NAME ...] [--out FILE]     (of CHECKS, default all; exit status 1 where one fails)
 
 Dequantization must give the bits of plain jnp on the CPU: all codes, scales of all sizes, shapes of Llama-3.1-8B and
 70B, stacked layers, a result with room for an adapter, a copy of it with one, more than 2^31 elements. Products that
-decode the weight inside, and add an adapter's, may be off by 1.5 times what the dense bf16 product is, against float64
-on the host, and must give the same bits twice.
+decode the weight inside, and add an adapter's, may be off by 1.5 times what the dense bf16 product is, against XLA's
+product in float64, and must give the same bits twice.
 """
 
 from __future__ import annotations
@@ -95,6 +95,13 @@ def error(value: Any, truth: np.ndarray) -> float:
     return float(np.linalg.norm(np.asarray(value, np.float64) - truth) / np.linalg.norm(truth))
 
 
+def exact_sum(*operands: jax.Array) -> np.ndarray:
+    """x @ matrix + low @ up in float64."""
+    with jax.enable_x64(True):
+        x, matrix, low, up = (operand.astype(jnp.float64) for operand in operands)
+        return np.asarray(x @ matrix + low @ up)
+
+
 def check_products(
     shape: tuple[int, int],
     rows: int,
@@ -122,8 +129,7 @@ def check_products(
             sizes = suitable_turned(rows, *(shape if transpose else shape[::-1])) if tiles == "turned" else tiles
             return mosaic_gpu.fused(x, packed, shape, transpose=transpose, extra=extra, tiles=sizes)
 
-        exact = [np.asarray(array, np.float64) for array in (x, matrix, low, up)]
-        truth = exact[0] @ exact[1] + exact[2] @ exact[3]
+        truth = exact_sum(x, matrix, low, up)
         bar = error(jax.jit(lambda x, matrix, low, up: x @ matrix + low @ up)(x, matrix, low, up), truth)
         got, again = (np.asarray(jax.jit(fused)(x, packed, extra)) for _ in range(2))
         mine, same = error(got, truth), bool((got == again).all())
@@ -134,8 +140,8 @@ def check_products(
     return f"product {shape} M{rows} R{rank}{size}: " + "  ".join(words), good
 
 
-def checks() -> Iterator[tuple[Any, tuple]]:
-    """Every check and its arguments, quick ones first."""
+def bits() -> Iterator[tuple[Any, tuple]]:
+    """Checks of dequantized bits, and their arguments."""
     for shape in (*ODD, *LLAMA_8B, *LLAMA_70B):
         yield check_bits, (shape, "bfloat16", (), True)
     for shape, dtype, leading, double in (
@@ -147,12 +153,21 @@ def checks() -> Iterator[tuple[Any, tuple]]:
         ((128, 896), "bfloat16", (4,), False),
     ):
         yield check_bits, (shape, dtype, leading, double)
+    yield check_many, ()
+
+
+def products() -> Iterator[tuple[Any, tuple]]:
+    """Likewise of products whose decoded tiles go through shared memory."""
     for shape, rows, rank in itertools.product(((256, 128), (512, 1024), (4096, 1024)), (1, 100, 512), (0, 16)):
         for size in (128, 256):
             yield check_products, (shape, rows, rank, MatmulTiles(rows=size))
     yield check_products, ((512, 1024), 300, 80, MatmulTiles(rows=128, stages=2, blocks=3))
     for shape, rows in itertools.product(LLAMA_8B, (512, 2048)):
         yield check_products, (shape, rows, 16, None)
+
+
+def turned() -> Iterator[tuple[Any, tuple]]:
+    """Likewise of products whose decoded weight stays in registers."""
     for shape, rows, rank in itertools.product(((256, 256), (512, 1024), (4096, 1024)), (1, 100, 512), (0, 16)):
         for unit, pair in itertools.product((2, None), (False, True)):
             yield check_products, (shape, rows, rank, TurnedTiles(rows=128, unit=unit, pair=pair))
@@ -163,16 +178,22 @@ def checks() -> Iterator[tuple[Any, tuple]]:
         yield check_products, ((256, 1024), 256, 16, TurnedTiles(unit=unit))
     for shape, rows, rank in itertools.product(LLAMA_8B, (256, 512, 2048), (0, 16)):
         yield check_products, (shape, rows, rank, "turned")
-    yield check_many, ()
+
+
+CHECKS = {"bits": bits, "products": products, "turned": turned}
 
 
 def main() -> int:
     """Runs every check and goes on after one that fails."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "names", nargs="*", default="all", choices=("all", *CHECKS), metavar="NAME", help=", ".join(CHECKS)
+    )
     parser.add_argument("--out", type=Path, help="where every line is written as well")
     options = parser.parse_args()
     lines, failed = [], 0
-    for check, arguments in checks():
+    names = CHECKS if "all" in options.names else options.names
+    for check, arguments in itertools.chain.from_iterable(CHECKS[name]() for name in names):
         try:
             line, good = check(*arguments)
         except Exception:  # whatever one kernel does, the others are checked
