@@ -209,8 +209,7 @@ class Attention(nnx.Module):
             q, k = self.q_norm(q, fused_ops=fused_ops), self.k_norm(k, fused_ops=fused_ops)
         q_BTNH, k_BTKH, v_BTKH = (part.reshape(B, T, -1, self.head_dim) for part in (q, k, v))
         if self.qk_norm == "head":
-            q_BTNH = self.q_norm.heads(q_BTNH, fused_ops=fused_ops)
-            k_BTKH = self.k_norm.heads(k_BTKH, fused_ops=fused_ops)
+            q_BTNH, k_BTKH = self.q_norm(q_BTNH, fused_ops=fused_ops), self.k_norm(k_BTKH, fused_ops=fused_ops)
         if self.clip is not None:
             q_BTNH, k_BTKH, v_BTKH = (jnp.clip(part, -self.clip, self.clip) for part in (q_BTNH, k_BTKH, v_BTKH))
         return q_BTNH, k_BTKH, checkpoint_name(v_BTKH, "v")

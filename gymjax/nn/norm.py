@@ -23,10 +23,6 @@ class RMSNorm(nnx.Module):
         """Normalises in f32 and returns x.dtype; `fused_ops` as in `layer_ops`."""
         return layer_ops(fused_ops).rms_norm(x, self.scale.get_value(), eps=self.eps, offset=self.offset)
 
-    def heads(self, x_BTNH: Float[Array, "B T N H"], *, fused_ops: bool = True) -> Float[Array, "B T N H"]:
-        """As a call, of queries or keys that are rotated next."""
-        return layer_ops(fused_ops).heads_norm(x_BTNH, self.scale.get_value(), eps=self.eps, offset=self.offset)
-
     def branch(
         self, x: Float[Array, "*B D"], room: int = 0, *, fused_ops: bool = True
     ) -> tuple[Float[Array, "*B D"], Float[Array, "*B D+room"]]:

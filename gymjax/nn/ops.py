@@ -21,7 +21,6 @@ class LayerOps:
     """The operations that a layer is made of beside its products and attention; see the kernels of these names."""
 
     rms_norm: Callable[..., Array]
-    heads_norm: Callable[..., Array]
     rms_norm_residual: Callable[..., tuple[Array, Array]]
     rope: Callable[..., tuple[Array, Array]]
     swiglu: Callable[..., Array]
@@ -63,15 +62,13 @@ def _swiglu(gate: Array, up: Array, *, activation: Activation = "silu") -> Array
     return (active * up.astype(jnp.float32)).astype(gate.dtype)
 
 
-# In a layer XLA joins heads' norms with the rotation behind them, where the kernel, faster alone, would be a pass more
-# (not timed). XLA's rotation also takes q and k out of the joint product, and rounds and transposes the gradient of q
+# In a layer XLA's rotation also takes q and k out of the joint product, and rounds and transposes the gradient of q
 # that attention sums in f32, for which the kernel needs passes of 64 MiB and more before it. Its SwiGLU gives both
 # gradients and the product that is made again in one pass, where the kernel, a few percent faster, makes it alone.
 _FUSED = LayerOps(
     rms_norm,
-    functools.partial(rms_norm, implementation="xla"),
     rms_norm_residual,
     functools.partial(rope, implementation="xla"),
     functools.partial(swiglu, implementation="xla"),
 )
-_PLAIN = LayerOps(_rms_norm, _rms_norm, _rms_norm_residual, _rope, _swiglu)
+_PLAIN = LayerOps(_rms_norm, _rms_norm_residual, _rope, _swiglu)
