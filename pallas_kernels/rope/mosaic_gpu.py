@@ -11,7 +11,6 @@ array operations do the same.
 """
 
 import functools
-import itertools
 import math
 from typing import NamedTuple
 
@@ -90,25 +89,20 @@ def rotate(
     (batch, tokens, heads, width), kv_heads = q.shape, k.shape[2]
     form = _Form(_piece(cos, interleaved), interleaved, back, staged)
     taken = _tokens(tokens, width, form.piece, heads, kv_heads)
-    shares = _shares(taken, width, form.piece, heads, kv_heads)
+    parts = _parts(taken, width, form.piece, heads, kv_heads)
 
     def kernel(q_ref, k_ref, *refs):
         row, first = lax.axis_index("rows"), lax.axis_index("tiles") * taken
         at, (out_q_ref, out_k_ref) = pl.ds(first, taken), refs[2:]
         tables = [(ref, row if cos.shape[0] > 1 else 0) for ref in refs[:2]]
+        *before, last = [(q_ref, out_q_ref, *part) for part in parts]
         keys = (k_ref, out_k_ref, 0, kv_heads)
-        ends = (*(share * (heads + kv_heads) // shares for share in range(shares)), heads)
-        queries = [(q_ref, out_q_ref, start, end - start) for start, end in itertools.pairwise(ends)]
-        if shares > 1 or taken * (heads + kv_heads) * width <= _MOST:
-            for share, tensor in enumerate(queries):
-                tensors = (tensor, keys) if share == shares - 1 else (tensor,)
-
-                @pl.when(lax.axis_index("shares") == share)
-                def _turn_share(tensors=tensors):
-                    _turn(tensors, tables, row, at, form)
-
+        if before or taken * (heads + kv_heads) * width <= _MOST:
+            for share, tensors in enumerate((*([one] for one in before), [last, keys])):
+                turn_share = functools.partial(_turn, tensors, tables, row, at, form)
+                pl.when(lax.axis_index("shares") == share)(turn_share)
             return
-        for tensor in (*queries, keys):  # few heads of one need tokens of which the other's are too many at a time
+        for tensor in (last, keys):  # few heads of one need tokens of which the other's are too many at a time
             step = _tokens(taken, width, form.piece, tensor[-1])
 
             def turn(i, _, tensor=tensor, step=step):
@@ -119,7 +113,7 @@ def rotate(
     run = plgpu.kernel(
         kernel,
         out_type=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k)],
-        grid=(batch, tokens // taken, shares),
+        grid=(batch, tokens // taken, len(parts)),
         grid_names=("rows", "tiles", "shares"),
         compiler_params=_lanes.PARAMS,
     )
@@ -237,11 +231,13 @@ def _tokens(tokens: int, width: int, piece: int, *heads: int) -> int:
     return fewest * math.gcd(tokens // fewest, 1 << (most.bit_length() - 1))
 
 
-def _shares(taken: int, width: int, piece: int, heads: int, kv_heads: int) -> int:
-    """Blocks that share the heads of the fewest tokens, 1 or 2.
+def _parts(taken: int, width: int, piece: int, heads: int, kv_heads: int) -> tuple[tuple[int, int], ...]:
+    """(first head, heads) of the queries that a block turns, the last block with the keys beside them.
 
-    The first has half of all heads, of queries; the second has the other queries and the keys.
+    One block has all, but where these are more than its share and the fewest tokens are taken: then two halve them.
     """
     half = (heads + kv_heads) // 2
     smaller = taken * half * width <= _SHARE < taken * (heads + kv_heads) * width
-    return 2 if smaller and half < heads and taken % _fewest_tokens(piece, half, heads - half, kv_heads) == 0 else 1
+    if smaller and half < heads and taken % _fewest_tokens(piece, half, heads - half, kv_heads) == 0:
+        return (0, half), (half, heads - half)
+    return ((0, heads),)
