@@ -2,9 +2,8 @@
 
 Usage: python scripts/tune_attention.py [CASE ...]    (cases: pallas_kernels/flash_attention/cases.py; default: 3)
 
-A line for each case and form as it is timed, TFLOP/s, cuDNN's first, and one for each case with all of them, the best
-first. A form whose results, of these keys and of growing ones, differ from the first one's by more than rounding is
-marked WRONG; one that does not compile is named on the error stream.
+A line for each case: TFLOP/s of cuDNN and of each form, the best first, as tune_forms.py times them. Results of these
+keys and of growing ones are compared.
 """
 
 from __future__ import annotations
@@ -19,7 +18,9 @@ import jax.numpy as jnp
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from pallas_kernels.bench import build, median_seconds
+from tune_forms import seconds_of_forms
+
+from pallas_kernels.bench import build
 from pallas_kernels.flash_attention import flash_attention
 from pallas_kernels.flash_attention.bounds import row_bounds
 from pallas_kernels.flash_attention.cases import CASES
@@ -39,13 +40,6 @@ FORMS = {  # of each width
 } | {256: {f"{keys} keys": (forward_wide, ForwardTiles(block_kv=keys)) for keys in (64, 80)}}
 FORMS[64] |= {"3 slots": (forward_ahead, ForwardTiles(stages=3))}
 CUDNN = "cudnn"
-
-
-@jax.jit
-def difference(got, first):
-    """The largest of some results, relative, in the Frobenius norm."""
-    pairs = [[x.astype(jnp.float32).ravel() for x in pair] for pair in zip(got, first, strict=True)]
-    return jnp.stack([jnp.linalg.norm(one - other) / jnp.linalg.norm(other) for one, other in pairs]).max()
 
 
 @jax.jit
@@ -71,27 +65,16 @@ def programs(q, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def main(wanted: list[str]) -> None:
-    """Prints a line for each case and form."""
+    """Prints a line for each case."""
     for case in CASES:
         if case.name not in (wanted or DEFAULT):
             continue
-        qkv, arrays, options = build(case)
-        rates, first = {}, None
-        for name, function in programs(qkv[0], options).items():
-            (q, k, v), more = qkv, tuple(arrays.values())
-            args = (q, k, v, *more)
-            try:
-                run = jax.jit(function).lower(*args).compile()
-                result = run(*args), run(q, grown(k), v, *more)
-                first = result if first is None else first
-                wrong = not float(difference(result, first)) < 5e-3  # twice what weights in 16 bits make
-                name += " WRONG" if wrong else ""
-                rates[name] = case.flops / median_seconds(run, *args) / 1e12
-                print(f"{case.name} {name}: {rates[name]:.0f}", flush=True)
-            except Exception as error:
-                print(f"{case.name} {name}: {str(error)[:300]}", file=sys.stderr, flush=True)
-        ranked = sorted(rates.items(), key=lambda item: -item[1])
-        print(f"{case.name}: " + ", ".join(f"{name} {rate:.0f}" for name, rate in ranked), flush=True)
+        (q, k, v), arrays, options = build(case)
+        args, growing = ((q, keys, v, *arrays.values()) for keys in (k, grown(k)))
+        # apart: twice what weights in 16 bits make
+        seconds = seconds_of_forms(case.name, programs(q, options), args, apart=5e-3, also=growing)
+        rates = (f"{form} {case.flops / time / 1e12:.0f}" for form, time in seconds.items())
+        print(f"{case.name}: " + ", ".join(rates), flush=True)
 
 
 if __name__ == "__main__":

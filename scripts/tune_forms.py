@@ -28,10 +28,9 @@ def seconds_of_forms(
     args: tuple[Any, ...],
     *,
     apart: float,
-    unlike: tuple[str, ...] = (),
-    rounds: int = ROUNDS,
+    also: tuple[Any, ...] | None = None,
 ) -> dict[str, float]:
-    """Time forms in turn, so many rounds, and return the medians in seconds, the fastest first.
+    """Time forms in turn, ROUNDS times, as clocks drift, and return the medians in seconds, the fastest first.
 
     A form whose result is further than `apart` from the first one's, relatively, has WRONG behind its name. One that
     does not compile or run is named on the error stream.
@@ -41,22 +40,20 @@ def seconds_of_forms(
         forms: functions of `args` by name.
         args: arrays, or trees of them.
         apart: see there.
-        unlike: forms that compute something else, whose results are not compared.
-        rounds: all forms are timed once in each, as the clocks of a GPU drift.
+        also: other arguments, of the same shapes, whose results are compared too.
     """
-
     runs, first = {}, None
     for name, form in forms.items():
         try:
             run = jax.jit(form).lower(*args).compile()
-            result = run(*args)
+            results = [run(*each) for each in (args, also) if each is not None]
         except Exception as error:  # whatever one form does, the others are timed
             print(f"{line} {name}: {str(error)[:300]}", file=sys.stderr, flush=True)
             continue
-        if name not in unlike:
-            first = result if first is None else first
-            name += "" if float(difference(result, first)) < apart else " WRONG"
+        first = first or results
+        right = all(float(difference(*pair)) < apart for pair in zip(results, first, strict=True))
+        name += "" if right else " WRONG"
         runs[name] = run
-    times = [{name: median_seconds(run, *args) for name, run in runs.items()} for _ in range(rounds)]
+    times = [{name: median_seconds(run, *args) for name, run in runs.items()} for _ in range(ROUNDS)]
     medians = {name: float(np.median([each[name] for each in times])) for name in runs}
     return dict(sorted(medians.items(), key=lambda item: item[1]))
