@@ -38,7 +38,7 @@ from pallas_kernels.nf4_linear.reference import NESTED_BLOCK
 WIDEST = 2048  # elements of a tile's row, which are 4 KiB of the result in one piece
 DTYPES = ("bfloat16", "float16")
 FUSED_ROWS = 64  # of x, up to which decoding inside the product costs less than writing the decoded weight
-TURNED_ROWS = 0  # likewise by the turned kernel, for more rows than those; NOTES has its first times
+TURNED_ROWS = 512  # likewise by the turned kernel, for more rows than those
 
 Packed = tuple[Array, Array, Array | None, Array | None]
 """NF4Weight's codes, absmax, nested_absmax and offset, of one layer."""
