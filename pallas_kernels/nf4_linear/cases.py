@@ -39,7 +39,8 @@ def _case(name: str, rows: int, out: int, width: int) -> Case:
         return (jax.random.normal(x_key, (rows, width), jnp.bfloat16), random_weight(w_key, (out, width))), {}
 
     product, moved = 2 * rows * width * out, 2 * rows * (width + out) + out * width * 0.516
-    return Case(name, args, product, moved, 2 * product, 2 * moved, wrt=(0,))
+    of_dx, short = {"tflops_dx": (0, product)}, rows <= 512
+    return Case(name, args, product, moved, 2 * product, 2 * moved, wrt=(0,), parts=of_dx, short=short)
 
 
 def _unpack(out: int, width: int) -> Case:
