@@ -14,6 +14,7 @@ from pallas_kernels.nf4_linear.mosaic_gpu_turned import suitable_turned
 from pallas_kernels.nf4_linear.reference import NESTED_BLOCK, NF4_CODE, block_scales
 
 METRIC = "tflops"
+SHORT = 512  # rows, up to which a product takes the host longer
 Way = Literal["fused", "turned", "unfused"]
 
 
@@ -39,7 +40,7 @@ def _case(name: str, rows: int, out: int, width: int) -> Case:
         return (jax.random.normal(x_key, (rows, width), jnp.bfloat16), random_weight(w_key, (out, width))), {}
 
     product, moved = 2 * rows * width * out, 2 * rows * (width + out) + out * width * 0.516
-    of_dx, short = {"tflops_dx": (0, product)}, rows <= 512
+    of_dx, short = {"tflops_dx": (0, product)}, rows <= SHORT
     return Case(name, args, product, moved, 2 * product, 2 * moved, wrt=(0,), parts=of_dx, short=short)
 
 
