@@ -30,7 +30,6 @@ from pallas_kernels.bench import build
 from pallas_kernels.nf4_linear import NF4Weight, dequantize, mosaic_gpu
 from pallas_kernels.nf4_linear.cases import CASES, SHORT
 from pallas_kernels.nf4_linear.mosaic_gpu_fragments import DEPTH
-from pallas_kernels.nf4_linear.mosaic_gpu_matmul import suitable_tiles
 from pallas_kernels.nf4_linear.mosaic_gpu_turned import suitable_turned
 
 CHANGES: dict[str, dict[str, Any]] = {
@@ -60,7 +59,6 @@ def forms(w: NF4Weight, rows: int, *, transpose: bool) -> dict[str, Callable[...
 
     suitable = suitable_turned(rows, *(w.shape if transpose else w.shape[::-1]))
     found: dict[str, Callable[..., Any]] = {"bf16": dense_product, "beforehand": beforehand}
-    found["not turned"] = functools.partial(inside, tiles=suitable_tiles(rows, w.shape[1 if transpose else 0]))
     steps = w.shape[0 if transpose else 1] // DEPTH
     units: dict[str, dict[str, Any]] = {name: {"unit": steps // parts if parts else 2} for name, parts in PARTS.items()}
     for name, change in (CHANGES | units).items():
@@ -75,9 +73,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("cases", nargs="*", default=[case.name for case in CASES if case.name.startswith("M512-")])
     parser.add_argument("--rows", type=int, nargs="+", help="of x, in place of the case's own")
-    parser.add_argument(
-        "--forms", nargs="+", help="of those that are timed: beforehand, not turned, " + ", ".join(CHANGES | PARTS)
-    )
+    parser.add_argument("--forms", nargs="+", help="of those that are timed: beforehand, " + ", ".join(CHANGES | PARTS))
     options = parser.parse_args()
     for case in CASES:
         if case.name not in options.cases:
