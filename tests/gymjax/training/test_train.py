@@ -230,6 +230,9 @@ def test_save_only_model_writes_weights_and_prunes(configure):
     assert (folder / "checkpoint-4" / "adapter_model.safetensors").exists()
     assert not (folder / "checkpoint-4" / "state").exists()
     assert Checkpoints(folder).latest() is None  # nothing to resume from
+    with pytest.raises(ValueError, match="no train state of gymjax is in checkpoint-3, checkpoint-4"):
+        train(config)
+    assert (folder / "checkpoint-4" / "adapter_model.safetensors").exists()
 
 
 def test_profile_covers_the_named_steps(configure):
