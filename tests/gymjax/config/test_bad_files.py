@@ -71,6 +71,33 @@ def test_bad_output_dir_that_is_a_file(make, tmp_path):
         config.check_output_dir(make(output_dir=str(tmp_path / "out")), [])
 
 
+def test_bad_output_dir_that_cannot_be_written(make, tmp_path, monkeypatch):
+    """Seen before a model is loaded; root may write anywhere, so the system's answer is played."""
+    monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path)
+    with pytest.raises(config.ConfigError, match=rf"a/b cannot be written, {tmp_path} does not allow it; give another"):
+        config.check_output_dir(make(output_dir=str(tmp_path / "a" / "b")), [])
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("lora", "model.safetensors"), ("full", "adapter_config.json"), ("freeze", "adapter_config.json")],
+)
+def test_bad_output_dir_with_weights_of_another_kind(make, tmp_path, kind, name):
+    """An adapter beside a whole model: transformers would load the adapter's base in place of the model."""
+    (tmp_path / name).touch()
+    with pytest.raises(config.ConfigError, match=rf"holds {name} and this run writes a.*; remove it, or give another"):
+        config.check_output_dir(make(output_dir=str(tmp_path), overwrite_output_dir=True, finetuning_type=kind), [])
+
+
+@pytest.mark.parametrize("key", ["model_name_or_path", "adapter_name_or_path"])
+def test_bad_overwriting_of_what_is_read(make, tmp_path, key):
+    source = tmp_path / "out" / "checkpoint-3"
+    source.mkdir(parents=True)
+    changes = {"output_dir": str(tmp_path / "out"), "overwrite_output_dir": True, key: str(source)}
+    with pytest.raises(config.ConfigError, match=rf"{key}: .*checkpoint-3 lies in output_dir: .* clears; give another"):
+        config.check_output_dir(make(**changes), [3])
+
+
 def test_bad_resume_without_a_checkpoint(make, tmp_path):
     with pytest.raises(config.ConfigError, match=r"resume_from_checkpoint: true, but output_dir: .* has no checkpoint"):
         config.check_output_dir(make(output_dir=str(tmp_path), resume_from_checkpoint=True), [])
