@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from gymjax.config import load
+from gymjax.config import TrainConfig, load
 from gymjax.training.command import flag, keys_text, run, split_arguments, take
 from gymjax.training.mesh import start_processes
 from gymjax.training.planning import show_plan
@@ -25,6 +25,19 @@ and ends; the same command goes on from there. Keys and their defaults:
 """
 
 
+def stopped(train_config: TrainConfig, step: int) -> str:
+    """What a run that was stopped says: how to go on, where that is possible."""
+    folder = train_config.output_dir
+    if train_config.save_only_model:
+        where = f"{folder}/checkpoint-{step}"
+        return (
+            f"stopped after step {step}; {where} has its weights, but save_only_model: true kept nothing to go on from"
+        )
+    # overwrite_output_dir means to start anew, so there going on has to be asked for.
+    how = "adding resume_from_checkpoint=true" if train_config.overwrite_output_dir else "the same command"
+    return f"stopped after step {step}; {how} goes on from {folder}"
+
+
 def main(arguments: Sequence[str]) -> int:
     """Loads the config, trains, and says what was left where; or only shows what training would need."""
     path, overrides = split_arguments(arguments)
@@ -38,9 +51,7 @@ def main(arguments: Sequence[str]) -> int:
     result = train(config)
     folder = config.train.output_dir
     if result.interrupted:
-        # overwrite_output_dir means to start anew, so there going on has to be asked for.
-        how = "adding resume_from_checkpoint=true" if config.train.overwrite_output_dir else "the same command"
-        print(f"stopped after step {int(result.state.step)}; {how} goes on from {folder}")
+        print(stopped(config.train, int(result.state.step)))
         return 130
     for name, value in result.metrics.items():
         print(f"{name}: {value:,.6g}")

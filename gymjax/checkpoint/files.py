@@ -26,17 +26,19 @@ def require_space(folder: Path, needed: int) -> None:
 
 @contextlib.contextmanager
 def replacing(folder: Path) -> Generator[Path]:
-    """A temporary sibling folder whose files take their places in `folder` when the block ends without an error.
+    """A temporary folder whose files take their places in `folder` when the block ends without an error.
 
-    A folder that does not exist yet appears whole, by one rename; in one that does, each file is replaced at once and
-    files of other names stay. On any error nothing of `folder` is touched and the temporary folder is removed.
+    A folder that does not exist yet appears whole, by one rename of its sibling; in one that does, each file is
+    replaced at once and files of other names stay. The temporary folder then lies inside it: its parent may be on
+    another file system (a mounted volume, a link) or not writable. On any error nothing of `folder` is touched and the
+    temporary folder is removed.
 
     Raises:
         OSError: the disk is full; the message says that the old files are intact.
     """
     folder = folder.absolute()
     folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = folder.with_name(f".{folder.name}.tmp")
+    temporary = folder / ".writing.tmp" if folder.exists() else folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)  # left by a process that was killed
     temporary.mkdir()
     try:

@@ -94,7 +94,7 @@ def _encode(name: str, items: list[Item], encoder: Encoder, stage: str, cutoff_l
     examples: list[Example] = []
     for some in batched((item for item in items if not isinstance(item, Dropped)), ENCODED_TOGETHER):
         for example in encoder.encode(some):
-            examples += _pieces(example, cutoff_len) if stage == "pt" else _cut(example, cutoff_len, report)
+            examples += _pieces(example, cutoff_len, report) if stage == "pt" else _cut(example, cutoff_len, report)
     if not examples:
         raise DataError(f"{name}: no row is left to use; {'; '.join(_reasons(report)) or 'it has none'}")
     data = dataset_of(examples)
@@ -118,13 +118,20 @@ def _cut(example: Example, cutoff_len: int, report: SplitReport) -> list[Example
     return [Example(example.ids[:cutoff_len], example.weights[:cutoff_len], example.source)]
 
 
-def _pieces(example: Example, cutoff_len: int) -> list[Example]:
-    """Split a document into pieces that share one token, so that each token but the first is a target once."""
+def _pieces(example: Example, cutoff_len: int, report: SplitReport) -> list[Example]:
+    """Split a document into pieces that share one token, so that each token but the first is a target once.
+
+    Pieces without a trained token are left out; a document of nothing else is reported.
+    """
     starts = range(0, max(len(example.ids) - 1, 1), cutoff_len - 1)
-    return [
+    pieces = [
         Example(example.ids[start : start + cutoff_len], example.weights[start : start + cutoff_len], example.source)
         for start in starts
     ]
+    trained = [piece for piece in pieces if np.any(piece.weights[1:] > 0)]
+    if not trained:
+        report.dropped.append(Dropped(example.source, "no token is trained (it has a single one, or weight 0 on each)"))
+    return trained
 
 
 def _reasons(report: SplitReport) -> list[str]:

@@ -16,7 +16,7 @@ from gymjax.data.loader import Dataset
 from gymjax.data.report import DataReport
 
 # Raise by one whenever the code would make other tokens or weights out of the same data.
-CODE_VERSION = 1
+CODE_VERSION = 2
 
 
 class CacheMiss(Exception):  # noqa: N818 - a miss is no error

@@ -91,6 +91,11 @@ def convert(row: Row, source: Source, *, formatting: str) -> Conversation | RawT
     column = columns["messages"]
     if "messages" not in source.columns and column not in row.fields:
         column = next((name for name in TURN_COLUMNS if name in row.fields), column)
+    if column not in row.fields:
+        raise DataError(
+            f"{row.source}: column {column} is missing, the row has {', '.join(row.fields) or 'none'}; give all rows "
+            "of a file the same columns, or map them in dataset_info.json (columns)"
+        )
     read = from_sharegpt if formatting == "sharegpt" else from_openai
     return read(row.fields.get(column), row, columns, source.tags)
 

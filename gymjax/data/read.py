@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ import pyarrow
 import pyarrow.parquet
 
 from gymjax.data.errors import DataError
+
+_HALF = re.compile(r"\\u[dD][89a-fA-F]")  # escapes of the surrogates, which stand in pairs
 
 
 @dataclass(frozen=True)
@@ -39,11 +42,22 @@ def read_rows(path: Path) -> Iterator[Row]:
     try:
         yield from reader(path)
     except UnicodeDecodeError as error:
-        raise DataError(f"{path}: byte {error.start} is not UTF-8 ({error.reason}); save the file as UTF-8") from error
+        raise DataError(f"{_not_utf8(path)} ({error.reason}); save the file as UTF-8") from error
     except OSError as error:
         raise DataError(
             f"{path}: cannot be read ({error.strerror or error}); check the path and its permissions"
         ) from error
+
+
+def _not_utf8(path: Path) -> str:
+    """Name the first byte that is not UTF-8 by its line; the decoder counts in the piece that it was given."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                line.decode()
+            except UnicodeDecodeError as error:
+                return f"{path}:{number}: byte {error.start + 1} of the line is not UTF-8"
+    return f"{path}: its text is not UTF-8"
 
 
 def _read_json(path: Path) -> Iterator[Row]:
@@ -64,8 +78,9 @@ def _read_json(path: Path) -> Iterator[Row]:
             f"{path}:{error.lineno}: not JSON at column {error.colno} ({error.msg}); "
             "a .json file holds one array of objects, or one object a line"
         ) from error
+    halves = _HALF.search(text) is not None
     for number, fields in enumerate(rows, start=1):
-        yield _object_row(fields, f"{path}:row {number}")
+        yield _object_row(fields, f"{path}:row {number}", halves=halves)
 
 
 def _read_jsonl(path: Path) -> Iterator[Row]:
@@ -83,12 +98,21 @@ def _json_lines(path: Path, lines: Iterator[str]) -> Iterator[Row]:
             raise DataError(
                 f"{path}:{number}: not JSON at column {error.colno} ({error.msg}); each line holds one whole object"
             ) from error
-        yield _object_row(fields, f"{path}:{number}")
+        yield _object_row(fields, f"{path}:{number}", halves=_HALF.search(line) is not None)
 
 
-def _object_row(fields: Any, source: str) -> Row:
+def _object_row(fields: Any, source: str, *, halves: bool) -> Row:
+    """Check a parsed row; `halves` tells that its text has escapes of half a character, which may or may not pair."""
     if not isinstance(fields, dict):
         raise DataError(f"{source}: a row must be a JSON object with named columns, found {type(fields).__name__}")
+    if halves:
+        try:
+            json.dumps(fields, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise DataError(
+                f"{source}: holds {error.object[error.start]!r}, half of a character (an emoji that was cut in two); "
+                "write the row again from its whole text, or drop it"
+            ) from error
     return Row(fields, source)
 
 

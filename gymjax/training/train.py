@@ -66,7 +66,9 @@ def train(config: Config) -> TrainResult:
         OSError: the disk is full; the last checkpoint is intact.
     """
     check_trainable(config)
-    check_output_dir(config)
+    folder = Path(config.train.output_dir)
+    checkpoints = Checkpoints(folder, config.train.save_total_limit)
+    check_output_dir(config, checkpoints.steps())
     use_compile_cache(config.train.compile_cache_dir)
     alone = jax.process_index() == 0  # of several processes, one writes files and prints
     for line in [describe(config), *config.notes] if alone else []:
@@ -74,8 +76,6 @@ def train(config: Config) -> TrainResult:
     inputs = open_inputs(config)
     plan = plan_run(config, inputs)
     refuse_if_too_large(plan)
-    folder = Path(config.train.output_dir)
-    checkpoints = Checkpoints(folder, config.train.save_total_limit)
     _, step = checkpoint_to_resume(config, checkpoints)
     finished = step is not None and step >= planned_steps(config, inputs.loader)
     programs = {} if finished else dict([compile_planned(config, inputs, plan)])

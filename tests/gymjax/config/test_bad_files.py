@@ -61,41 +61,76 @@ def test_bad_output_dir_that_is_not_empty(make, tmp_path):
     (tmp_path / "notes.txt").touch()
     message = r"is not empty \(it has notes.txt\); give another folder, set overwrite_output_dir: true"
     with pytest.raises(config.ConfigError, match=message):
-        config.check_output_dir(make(output_dir=str(tmp_path)))
-    config.check_output_dir(make(output_dir=str(tmp_path), overwrite_output_dir=True))
+        config.check_output_dir(make(output_dir=str(tmp_path)), [])
+    config.check_output_dir(make(output_dir=str(tmp_path), overwrite_output_dir=True), [])
 
 
 def test_bad_output_dir_that_is_a_file(make, tmp_path):
     (tmp_path / "out").touch()
     with pytest.raises(config.ConfigError, match="out is a file; give a folder"):
-        config.check_output_dir(make(output_dir=str(tmp_path / "out")))
+        config.check_output_dir(make(output_dir=str(tmp_path / "out")), [])
+
+
+def test_bad_output_dir_that_cannot_be_written(make, tmp_path, monkeypatch):
+    """Seen before a model is loaded; root may write anywhere, so the system's answer is played."""
+    monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path)
+    with pytest.raises(config.ConfigError, match=rf"a/b cannot be written, {tmp_path} does not allow it; give another"):
+        config.check_output_dir(make(output_dir=str(tmp_path / "a" / "b")), [])
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("lora", "model.safetensors"), ("full", "adapter_config.json"), ("freeze", "adapter_config.json")],
+)
+def test_bad_output_dir_with_weights_of_another_kind(make, tmp_path, kind, name):
+    """An adapter beside a whole model: transformers would load the adapter's base in place of the model."""
+    (tmp_path / name).touch()
+    with pytest.raises(config.ConfigError, match=rf"holds {name} and this run writes a.*; remove it, or give another"):
+        config.check_output_dir(make(output_dir=str(tmp_path), overwrite_output_dir=True, finetuning_type=kind), [])
+
+
+@pytest.mark.parametrize("key", ["model_name_or_path", "adapter_name_or_path"])
+def test_bad_overwriting_of_what_is_read(make, tmp_path, key):
+    source = tmp_path / "out" / "checkpoint-3"
+    source.mkdir(parents=True)
+    changes = {"output_dir": str(tmp_path / "out"), "overwrite_output_dir": True, key: str(source)}
+    with pytest.raises(config.ConfigError, match=rf"{key}: .*checkpoint-3 lies in output_dir: .* clears; give another"):
+        config.check_output_dir(make(**changes), [3])
 
 
 def test_bad_resume_without_a_checkpoint(make, tmp_path):
     with pytest.raises(config.ConfigError, match=r"resume_from_checkpoint: true, but output_dir: .* has no checkpoint"):
-        config.check_output_dir(make(output_dir=str(tmp_path), resume_from_checkpoint=True))
+        config.check_output_dir(make(output_dir=str(tmp_path), resume_from_checkpoint=True), [])
 
 
 def test_bad_resume_path(make, tmp_path):
     with pytest.raises(config.ConfigError, match=r"resume_from_checkpoint: gone/checkpoint-1 is no folder; give a"):
-        config.check_output_dir(make(output_dir=str(tmp_path), resume_from_checkpoint="gone/checkpoint-1"))
+        config.check_output_dir(make(output_dir=str(tmp_path), resume_from_checkpoint="gone/checkpoint-1"), [])
 
 
 def test_bad_output_dir_when_resuming_is_off(make, tmp_path):
     (tmp_path / "checkpoint-10").mkdir()
     with pytest.raises(config.ConfigError, match="is not empty"):
-        config.check_output_dir(make(output_dir=str(tmp_path), resume_from_checkpoint=False))
+        config.check_output_dir(make(output_dir=str(tmp_path), resume_from_checkpoint=False), [10])
+
+
+@pytest.mark.parametrize("resume", [None, True])
+def test_bad_checkpoints_without_a_train_state(make, tmp_path, resume):
+    """Of save_only_model, or of another trainer: nothing goes on from them, and a new start would remove them."""
+    (tmp_path / "checkpoint-10").mkdir()
+    with pytest.raises(config.ConfigError, match="no train state of gymjax is in checkpoint-10"):
+        config.check_output_dir(make(output_dir=str(tmp_path), resume_from_checkpoint=resume), [])
 
 
 @pytest.mark.parametrize("resume", [None, True, "itself"])
 def test_output_dir_with_a_checkpoint_resumes(make, tmp_path, resume):
     (tmp_path / "checkpoint-10").mkdir()
     resume = str(tmp_path / "checkpoint-10") if resume == "itself" else resume
-    config.check_output_dir(make(output_dir=str(tmp_path), resume_from_checkpoint=resume))
+    config.check_output_dir(make(output_dir=str(tmp_path), resume_from_checkpoint=resume), [10])
 
 
 def test_new_output_dir_is_good(make, tmp_path):
-    config.check_output_dir(make(output_dir=str(tmp_path / "new")))
+    config.check_output_dir(make(output_dir=str(tmp_path / "new")), [])
 
 
 def test_bad_training_without_a_dataset(make):

@@ -183,6 +183,11 @@ def test_bad_row_names_file_and_line(fields, message):
     assert re.match(r"d\.jsonl:7:", str(caught.value))
 
 
+def test_bad_row_of_another_shape_than_the_first():
+    with pytest.raises(DataError, match=r"d\.jsonl:9: column messages is missing, the row has instruction, output"):
+        convert(Row({"instruction": "a", "output": "b"}, "d.jsonl:9"), PLAIN, formatting="openai")
+
+
 def test_bad_formatting_for_the_columns():
     with pytest.raises(DataError, match=r'd\.jsonl:7: turn 1 has unknown from "None"\. Known: human, gpt'):
         read({"messages": [user("x")]}, Source("d", (), "sharegpt"))

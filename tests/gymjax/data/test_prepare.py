@@ -137,6 +137,17 @@ def test_pretraining_splits_long_documents_without_losing_a_target(make_tokenize
     assert prepared.train.supervised == targets
 
 
+def test_pretraining_leaves_out_what_trains_nothing(make_tokenizer, write, settings):
+    """A document of one token predicts none; of a long prompt only the piece that reaches the completion is trained."""
+    tokenizer = make_tokenizer(None, eos="</s>")
+    texts = [{"text": "</s>"}, {"text": "one two"}]
+    prepared = prepare(settings(write("d.jsonl", texts)), tokenizer, stage="pt")
+    assert (prepared.report.train.kept, len(prepared.report.train.dropped)) == (1, 1)
+    pair = write("p.jsonl", [{"prompt": "What is gymjax? " * 20, "completion": "one"}])
+    assert len(prepare(settings(pair, cutoff_len=16), tokenizer, stage="pt").train) == 1
+    bad(tokenizer, settings(write("e.jsonl", texts[:1])), "no row is left to use; 1 dropped: no token", stage="pt")
+
+
 def test_plain_text_needs_no_template_in_sft(make_tokenizer, write, settings):
     tokenizer = make_tokenizer(None, eos="</s>")
     train = prepare(settings(write("d.txt", "one\ntwo\n")), tokenizer).train

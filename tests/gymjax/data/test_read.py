@@ -72,11 +72,28 @@ def test_bad_file(write, name, text, message):
         list(read_rows(path))
 
 
-def test_bad_encoding(tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_bytes('{"text": "é"}'.encode("latin-1"))
-    with pytest.raises(DataError, match=r"a\.jsonl: byte 10 is not UTF-8 .*save the file as UTF-8"):
+@pytest.mark.parametrize("name", ["a.jsonl", "a.txt", "a.json"])
+def test_bad_encoding(tmp_path, name):
+    """Named by line, in a file longer than the pieces that it is decoded in."""
+    path = tmp_path / name
+    path.write_bytes(b'{"text": "a"}\n' * 5000 + '{"text": "é"}\n'.encode("latin-1"))
+    with pytest.raises(DataError, match=rf"{name}:5001: byte 11 of the line is not UTF-8 .*save the file as UTF-8"):
         list(read_rows(path))
+
+
+@pytest.mark.parametrize("text", [r'{"text": "a \ud83d"}', r'[{"text": "\uDE00 b"}]', r'{"a": [{"\udbff": "c"}]}'])
+def test_bad_half_of_a_character(tmp_path, text):
+    """An emoji cut in two by whoever wrote the file: no tokenizer takes it."""
+    path = tmp_path / "a.json"
+    path.write_text(text)
+    with pytest.raises(DataError, match=r"a\.json:(row )?1: holds .*(ud83d|ude00|udbff).*, half of a character"):
+        list(read_rows(path))
+
+
+def test_characters_in_two_escapes_are_whole(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(r'{"text": "\ud83d\ude00 \\ud83d"}')
+    assert next(read_rows(path)).fields == {"text": "😀 \\ud83d"}
 
 
 def test_bad_missing_file(tmp_path):

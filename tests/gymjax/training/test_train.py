@@ -19,6 +19,7 @@ from gymjax.checkpoint.hf import read_config, save_folder
 from gymjax.checkpoint.train_state import Checkpoints
 from gymjax.config import to_yaml
 from gymjax.optim import adam8bit
+from gymjax.train import stopped
 from gymjax.training import loop
 from gymjax.training.train import train
 
@@ -134,6 +135,13 @@ def test_sigterm_saves_and_the_same_command_goes_on(configure, tmp_path):
     assert f"stopped after step {step}" in out
 
 
+def test_a_stopped_run_says_how_to_go_on(configure):
+    """Only where it can: weights alone are no train state."""
+    assert stopped(configure().train, 7).startswith("stopped after step 7; the same command goes on from ")
+    assert "; adding resume_from_checkpoint=true goes" in stopped(configure(overwrite_output_dir=True).train, 7)
+    assert "save_only_model: true kept nothing to go on from" in stopped(configure(save_only_model=True).train, 7)
+
+
 def test_kill_during_a_save_leaves_the_previous_checkpoint(configure, tmp_path, leaves_equal):
     changes = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2}
     config = configure(**changes)
@@ -230,6 +238,9 @@ def test_save_only_model_writes_weights_and_prunes(configure):
     assert (folder / "checkpoint-4" / "adapter_model.safetensors").exists()
     assert not (folder / "checkpoint-4" / "state").exists()
     assert Checkpoints(folder).latest() is None  # nothing to resume from
+    with pytest.raises(ValueError, match="no train state of gymjax is in checkpoint-3, checkpoint-4"):
+        train(config)
+    assert (folder / "checkpoint-4" / "adapter_model.safetensors").exists()
 
 
 def test_profile_covers_the_named_steps(configure):
