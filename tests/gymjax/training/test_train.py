@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -195,6 +196,9 @@ def test_early_stop_and_best_weights(configure, data_file, leaves_equal):
     assert checkpoints.steps() == sorted({best, best + 2})
     kept, _ = checkpoints.restore(best, result.state)
     assert leaves_equal(kept.params, result.state.params)
+    again = train(config)
+    assert checkpoints.steps() == sorted({best, best + 2})
+    assert leaves_equal(kept.params, again.state.params)
 
 
 def test_bad_weights_stop_with_step_rows_and_remedy(
@@ -212,6 +216,16 @@ def test_bad_weights_stop_with_step_rows_and_remedy(
     folder = Path(config.train.output_dir)
     assert not list(folder.glob("checkpoint-*"))
     assert not (folder / "adapter_model.safetensors").exists()
+
+
+def test_bad_row_beyond_the_model_s_positions(configure, data_file, model_folder, tmp_path):
+    """Generating refuses it as well; no position beyond was ever trained."""
+    short = tmp_path / "short"
+    shutil.copytree(model_folder, short)
+    (short / "config.json").write_text(json.dumps(read_config(model_folder) | {"max_position_embeddings": 16}))
+    message = r"rows\.jsonl:\d+: \d\d tokens, but the model has 16 positions; set cutoff_len: 16, or rope_scaling: yarn"
+    with pytest.raises(ValueError, match=message):
+        train(configure(model_name_or_path=str(short)))
 
 
 def test_bad_resume_with_other_data(configure, tmp_path):
