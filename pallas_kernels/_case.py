@@ -22,6 +22,8 @@ class Case:
         function: of the operation's folder that is called; None for the one of its name.
         metric: "tflops" or "gbps"; None for the operation's own.
         parts: metric -> (position of an argument, operations of its gradient alone), where that is timed too.
+        short: whether a call takes the device less than it may take the host, so that the GPU's own clock is asked, as
+            for what is measured in bytes.
     """
 
     name: str
@@ -34,6 +36,7 @@ class Case:
     function: str | None = None
     metric: str | None = None
     parts: Mapping[str, tuple[int, float]] = field(default_factory=dict)
+    short: bool = False
 
 
 @dataclass(frozen=True)

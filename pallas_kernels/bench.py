@@ -1,9 +1,9 @@
 """Measure an operation against its peers: `python -m pallas_kernels.bench OP [CASE ...] [--tiny] [--out [FILE]]`.
 
 Prints one JSON object a line. Every implementation that accepts the case is compared with every other and with the
-peers in the operation's cases.py, all timed in this run on random data, warm, median of many. What is measured in
-bytes is timed by the GPU's own clock, as the host's part of a call may be longer. A ratio above 1 means that the
-implementation is better than the peer. Refusals go to the error stream.
+peers in the operation's cases.py, all timed in this run on random data, warm, median of many. What is short
+or measured in bytes is timed by the GPU's own clock, as the host's part of a call may be longer. A ratio above 1 means
+that the implementation is better than the peer. Refusals go to the error stream.
 """
 
 import argparse
@@ -257,7 +257,7 @@ def _programs(
         out, pull_back = keep(args, arrays, wrt)
         return out, pull_back(cotangent)
 
-    options = KERNELS_APART if metric == "gbps" else {}
+    options = KERNELS_APART if _clock(case, metric) is device_seconds else {}
     lowered = jax.jit(forward).lower(prepared, kwargs)
     out = _shapes(lowered.out_info)
     programs = {"forward": lowered.compile(options)}
@@ -268,14 +268,14 @@ def _programs(
         backward = jax.jit(lambda pull_back, cotangent: pull_back(cotangent)).lower(_shapes(kept.out_info[1]), out)
         return out, programs | {"keep": kept.compile(), "backward": backward.compile(options)}
     inputs = prepared, kwargs, out
-    programs["both"] = jax.jit(functools.partial(both, wrt=case.wrt)).lower(*inputs).compile()
+    programs["both"] = jax.jit(functools.partial(both, wrt=case.wrt)).lower(*inputs).compile(options)
     for part, (position, _) in case.parts.items():
 
         def gradient(args: tuple, arrays: dict[str, jax.Array], cotangent: Any, position: int = position) -> Any:
             return both(args, arrays, cotangent, (position,))[1]  # the compiler drops the forward where it can
 
         try:
-            programs[part] = jax.jit(gradient).lower(*inputs).compile()
+            programs[part] = jax.jit(gradient).lower(*inputs).compile(options)
         except _FAILURES as error:
             _say(case, part, error)
     return out, programs
@@ -288,23 +288,29 @@ def _shapes(tree: Any) -> Any:
 def _metrics(compiled: Compiled) -> dict[str, float]:
     """Time what `_programs` made; the memory is that of the last pass."""
     case, metric, programs = compiled.case, compiled.metric, compiled.programs
+    clock = _clock(case, metric)
     args, arrays = jax.block_until_ready(compiled.arguments(jax.random.key(0)))
-    seconds = (device_seconds if metric == "gbps" else median_seconds)(programs["forward"], args, arrays)
+    seconds = clock(programs["forward"], args, arrays)
     alone = {"gbps": case.bytes / seconds / 1e9} if metric == "gbps" else {"tflops_fwd": case.flops / seconds / 1e12}
     if compiled.cotangent is None:
         return alone | {"peak_gib": _bytes(programs["forward"]) / 2**30}
     cotangent = compiled.cotangent(programs["forward"](args, arrays))
     if metric == "gbps":
         _, pull_back = programs["keep"](args, arrays)
-        seconds = device_seconds(programs["backward"], pull_back, cotangent)
+        seconds = clock(programs["backward"], pull_back, cotangent)
         alone["gbps_bwd"] = (case.bytes_fwd_bwd - case.bytes) / seconds / 1e9
         return alone | {"peak_gib": _bytes(programs["backward"]) / 2**30}
-    seconds = median_seconds(programs["both"], args, arrays, cotangent)
+    seconds = clock(programs["both"], args, arrays, cotangent)
     alone["tflops_fwd_bwd"] = case.flops_fwd_bwd / seconds / 1e12
     for part, (_, flops) in case.parts.items():
         if part in programs:
-            alone[part] = flops / median_seconds(programs[part], args, arrays, cotangent) / 1e12
+            alone[part] = flops / clock(programs[part], args, arrays, cotangent) / 1e12
     return alone | {"peak_gib": _bytes(programs["both"]) / 2**30}
+
+
+def _clock(case: Case, metric: str) -> Callable[..., float]:
+    """What times the case's programs: seconds a call."""
+    return device_seconds if metric == "gbps" or case.short else median_seconds
 
 
 def _normal(leaf: jax.Array) -> jax.Array:

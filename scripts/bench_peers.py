@@ -5,9 +5,9 @@ Usage: python scripts/bench_peers.py OP [CASE ...] [--out FILE]    (cases: palla
 Lines go to scripts/results/OP.jsonl. Peers that are not installed, or that do not do a case, are named on the error
 stream. Each implementation or peer is a process of its own with all cases: they start and compile side by side, then
 take turns at the GPU, and one that hangs is stopped. Several of these programs at a time take turns too if they are
-given the same folder, --turns. What is measured in bytes is timed by the GPU's own clock, as kernels' durations, here
-and in torch. `copy` is the rate at which this run reads and writes 1 GiB, the
-roof of operations that move more than they compute.
+given the same folder, --turns. What is short or measured in bytes is timed by the GPU's own clock, as kernels'
+durations, here and in torch. `copy` is the rate at which this run reads and writes 1 GiB, the roof of operations that
+move more than they compute.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +26,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from pallas_kernels.nf4_linear import NF4Weight, dequantize, join, mosaic_gpu
-from pallas_kernels.nf4_linear.mosaic_gpu_matmul import MatmulTiles
-from pallas_kernels.nf4_linear.mosaic_gpu_turned import TurnedTiles, suitable_turned
+from pallas_kernels.nf4_linear.mosaic_gpu_turned import TurnedTiles
 
 LLAMA_8B = ((14336, 4096), (4096, 14336), (4096, 4096), (1024, 4096))
 LLAMA_70B = ((28672, 8192), (8192, 28672), (8192, 8192), (1024, 8192))
@@ -106,12 +105,12 @@ def check_products(
     shape: tuple[int, int],
     rows: int,
     rank: int,
-    tiles: MatmulTiles | TurnedTiles | Literal["turned"] | None,
+    tiles: TurnedTiles | None,
     double: bool = True,
 ) -> tuple[str, bool]:
     """x @ W.T and dy @ W, decoded inside the product, with an adapter's product where rank is not 0.
 
-    Tiles None and "turned" are those that suit the shapes, of either kernel.
+    Tiles None are those that suit the shapes.
     """
     w = random_packed(shape, double=double)
     packed = w.codes, w.absmax, w.nested_absmax, w.offset
@@ -126,8 +125,7 @@ def check_products(
         extra = (low, up if transpose else up.T) if rank else None
 
         def fused(x, packed, extra, transpose=transpose):
-            sizes = suitable_turned(rows, *(shape if transpose else shape[::-1])) if tiles == "turned" else tiles
-            return mosaic_gpu.fused(x, packed, shape, transpose=transpose, extra=extra, tiles=sizes)
+            return mosaic_gpu.fused(x, packed, shape, transpose=transpose, extra=extra, tiles=tiles)
 
         truth = exact_sum(x, matrix, low, up)
         bar = error(jax.jit(lambda x, matrix, low, up: x @ matrix + low @ up)(x, matrix, low, up), truth)
@@ -136,7 +134,7 @@ def check_products(
         within = mine <= BAR * bar and same
         good &= within
         words.append(f"{name} {mine:.1e}/{bar:.1e}{'' if within else ' FAIL'}{'' if same else ' NOT THE SAME TWICE'}")
-    size = "" if tiles is None else " turned" if tiles == "turned" else f" {tiles}"
+    size = "" if tiles is None else f" {tiles}"
     return f"product {shape} M{rows} R{rank}{size}: " + "  ".join(words), good
 
 
@@ -157,17 +155,7 @@ def bits() -> Iterator[tuple[Any, tuple]]:
 
 
 def products() -> Iterator[tuple[Any, tuple]]:
-    """Likewise of products whose decoded tiles go through shared memory."""
-    for shape, rows, rank in itertools.product(((256, 128), (512, 1024), (4096, 1024)), (1, 100, 512), (0, 16)):
-        for size in (128, 256):
-            yield check_products, (shape, rows, rank, MatmulTiles(rows=size))
-    yield check_products, ((512, 1024), 300, 80, MatmulTiles(rows=128, stages=2, blocks=3))
-    for shape, rows in itertools.product(LLAMA_8B, (512, 2048)):
-        yield check_products, (shape, rows, 16, None)
-
-
-def turned() -> Iterator[tuple[Any, tuple]]:
-    """Likewise of products whose decoded weight stays in registers."""
+    """Likewise of products, which decode the weight in registers."""
     for shape, rows, rank in itertools.product(((256, 256), (512, 1024), (4096, 1024)), (1, 100, 512), (0, 16)):
         for unit, pair in itertools.product((2, None), (False, True)):
             yield check_products, (shape, rows, rank, TurnedTiles(rows=128, unit=unit, pair=pair))
@@ -176,11 +164,11 @@ def turned() -> Iterator[tuple[Any, tuple]]:
     yield check_products, ((512, 1024), 300, 80, TurnedTiles(tables=False))
     for unit in (2, 4):  # forward, tiles of eight parts and of four
         yield check_products, ((256, 1024), 256, 16, TurnedTiles(unit=unit))
-    for shape, rows, rank in itertools.product(LLAMA_8B, (256, 512, 2048), (0, 16)):
-        yield check_products, (shape, rows, rank, "turned")
+    for shape, rows, rank in itertools.product(LLAMA_8B, (1, 256, 512, 2048), (0, 16)):
+        yield check_products, (shape, rows, rank, None)
 
 
-CHECKS = {"bits": bits, "products": products, "turned": turned}
+CHECKS = {"bits": bits, "products": products}
 
 
 def main() -> int:

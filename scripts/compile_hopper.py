@@ -38,7 +38,6 @@ from pallas_kernels.lora_linear import mosaic_gpu as narrow
 from pallas_kernels.nf4_linear import mosaic_gpu as nf4
 from pallas_kernels.nf4_linear.cases import random_weight
 from pallas_kernels.nf4_linear.mosaic_gpu_join import copy_with_edge
-from pallas_kernels.nf4_linear.mosaic_gpu_matmul import MatmulTiles
 from pallas_kernels.nf4_linear.mosaic_gpu_turned import TurnedTiles
 from pallas_kernels.rms_norm import mosaic_gpu as norm
 from pallas_kernels.rope import mosaic_gpu as rope
@@ -208,7 +207,7 @@ def nf4_kernels():
         name = f"O{shape[0]}-I{shape[1]}"
         unpack = functools.partial(nf4.dequantize, shape=shape, dtype=jnp.bfloat16)
         yield [f"nf4-dequantize-{name}"], unpack, packed, 0
-        sizes = (MatmulTiles(), MatmulTiles(rows=128, stages=6), TurnedTiles(), TurnedTiles(unit=None))
+        sizes = (TurnedTiles(), TurnedTiles(unit=None))
         dense, edge = (jax.ShapeDtypeStruct(size, jnp.bfloat16) for size in (shape, (shape[0], 64)))
         yield [f"join-{name}"], functools.partial(copy_with_edge, axis=1), (dense, edge), 0
         for transpose, tiles in itertools.product((False, True), sizes):
@@ -217,8 +216,8 @@ def nf4_kernels():
             def product(x, *packed, shape=shape, transpose=transpose, tiles=tiles):
                 return nf4.fused(x, packed, shape, transpose=transpose, tiles=tiles)
 
-            form = f"turned-{tiles.unit or 'whole'}" if isinstance(tiles, TurnedTiles) else tiles.rows
-            yield [f"nf4-{'dx' if transpose else 'forward'}-{form}-{name}"], product, (x, *packed), 0
+            form = f"{'dx' if transpose else 'forward'}-{tiles.unit or 'whole'}"
+            yield [f"nf4-{form}-{name}"], product, (x, *packed), 0
 
 
 def norm_kernels():

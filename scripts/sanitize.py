@@ -104,8 +104,9 @@ def adapters() -> None:
 
 
 def norm() -> None:
-    """Normalisation."""
-    both_ways(lambda x, s: rms_norm(x, s, eps=1e-5, implementation=KERNELS), normal(1024, 1024), normal(1024))
+    """Normalisation of rows that a warpgroup shares, and of short ones."""
+    for width in (1024, 128, 576):
+        both_ways(lambda x, s: rms_norm(x, s, eps=1e-5, implementation=KERNELS), normal(1024, width), normal(width))
 
 
 def gate() -> None:

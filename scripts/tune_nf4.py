@@ -28,7 +28,7 @@ from tune_forms import seconds_of_forms
 
 from pallas_kernels.bench import build
 from pallas_kernels.nf4_linear import NF4Weight, dequantize, mosaic_gpu
-from pallas_kernels.nf4_linear.cases import CASES
+from pallas_kernels.nf4_linear.cases import CASES, SHORT
 from pallas_kernels.nf4_linear.mosaic_gpu_fragments import DEPTH
 from pallas_kernels.nf4_linear.mosaic_gpu_turned import suitable_turned
 
@@ -73,7 +73,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("cases", nargs="*", default=[case.name for case in CASES if case.name.startswith("M512-")])
     parser.add_argument("--rows", type=int, nargs="+", help="of x, in place of the case's own")
-    parser.add_argument("--forms", nargs="+", help="of those that are timed: " + ", ".join(CHANGES | PARTS))
+    parser.add_argument("--forms", nargs="+", help="of those that are timed: beforehand, " + ", ".join(CHANGES | PARTS))
     options = parser.parse_args()
     for case in CASES:
         if case.name not in options.cases:
@@ -89,7 +89,8 @@ def main() -> None:
                     for form, function in forms(w, rows, transpose=transpose).items()
                     if not options.forms or form in ("bf16", *options.forms)
                 }
-                seconds, flops = seconds_of_forms(line, wanted, args, apart=5e-3), 2 * rows * w.shape[0] * w.shape[1]
+                seconds = seconds_of_forms(line, wanted, args, apart=5e-3, short=rows <= SHORT)
+                flops = 2 * rows * w.shape[0] * w.shape[1]
                 words = (
                     f"{form} {flops / time / 1e12:.0f} ({seconds['bf16'] / time:.2f})" for form, time in seconds.items()
                 )

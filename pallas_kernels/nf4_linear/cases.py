@@ -10,11 +10,11 @@ from jaxtyping import Array
 from pallas_kernels._case import Case, Peer
 from pallas_kernels.nf4_linear import mosaic_gpu
 from pallas_kernels.nf4_linear.api import NF4Weight, dequantize, refuses
-from pallas_kernels.nf4_linear.mosaic_gpu_turned import suitable_turned
 from pallas_kernels.nf4_linear.reference import NESTED_BLOCK, NF4_CODE, block_scales
 
 METRIC = "tflops"
-Way = Literal["fused", "turned", "unfused"]
+SHORT = 512  # rows, up to which a product takes the host longer
+Way = Literal["turned", "unfused"]
 
 
 def random_weight(key: Array, shape: tuple[int, int], dtype: str = "bfloat16") -> NF4Weight:
@@ -39,7 +39,8 @@ def _case(name: str, rows: int, out: int, width: int) -> Case:
         return (jax.random.normal(x_key, (rows, width), jnp.bfloat16), random_weight(w_key, (out, width))), {}
 
     product, moved = 2 * rows * width * out, 2 * rows * (width + out) + out * width * 0.516
-    return Case(name, args, product, moved, 2 * product, 2 * moved, wrt=(0,))
+    of_dx, short = {"tflops_dx": (0, product)}, rows <= SHORT
+    return Case(name, args, product, moved, 2 * product, 2 * moved, wrt=(0,), parts=of_dx, short=short)
 
 
 def _unpack(out: int, width: int) -> Case:
@@ -73,7 +74,7 @@ def _naive(x: Array, w: NF4Weight) -> Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _decoding(way: Way, x: Array, w: NF4Weight) -> Array:
-    """This operation's Hopper kernels, the choice between their ways made: in the product, turned or not, or before."""
+    """This operation's Hopper kernels, the choice between their ways made: in the turned product, or before it."""
     return _product(way, x, w, transpose=False)
 
 
@@ -84,9 +85,7 @@ def _product(way: Way, x: Array, w: NF4Weight, *, transpose: bool) -> Array:
     if way == "unfused":
         dense = mosaic_gpu.dequantize(*packed, w.shape, x.dtype)
         return x @ (dense if transpose else dense.T)
-    sizes = (x.shape[0], *(w.shape if transpose else w.shape[::-1]))
-    tiles = suitable_turned(*sizes) if way == "turned" else None
-    return mosaic_gpu.fused(x, packed, w.shape, transpose=transpose, tiles=tiles)
+    return mosaic_gpu.fused(x, packed, w.shape, transpose=transpose)
 
 
 _decoding.defvjp(
@@ -97,7 +96,6 @@ _decoding.defvjp(
 PEERS = {
     "naive": Peer(_naive),
     "bf16_matmul": Peer(lambda x, w: x @ w.T, prepare=lambda x, w: (x, dequantize(w, x.dtype))),
-    "mosaic_gpu_fused": Peer(partial(_decoding, "fused")),
     "mosaic_gpu_turned": Peer(partial(_decoding, "turned")),
     "mosaic_gpu_unfused": Peer(partial(_decoding, "unfused")),
 }

@@ -31,14 +31,13 @@ from pallas_kernels.nf4_linear.mosaic_gpu_decode import (
     load_scales,
     loads_first,
 )
-from pallas_kernels.nf4_linear.mosaic_gpu_matmul import DEPTH, WIDTH, MatmulTiles, multiply, suitable_tiles
-from pallas_kernels.nf4_linear.mosaic_gpu_turned import TurnedTiles, multiply_turned, suitable_turned
+from pallas_kernels.nf4_linear.mosaic_gpu_fragments import DEPTH
+from pallas_kernels.nf4_linear.mosaic_gpu_turned import WIDTH, TurnedTiles, multiply_turned, suitable_turned
 from pallas_kernels.nf4_linear.reference import NESTED_BLOCK
 
 WIDEST = 2048  # elements of a tile's row, which are 4 KiB of the result in one piece
 DTYPES = ("bfloat16", "float16")
-FUSED_ROWS = 64  # of x, up to which decoding inside the product costs less than writing the decoded weight
-TURNED_ROWS = 512  # likewise by the turned kernel, for more rows than those
+FUSED_ROWS = 1024  # of x, up to which decoding inside the product costs less than writing the decoded weight
 
 Packed = tuple[Array, Array, Array | None, Array | None]
 """NF4Weight's codes, absmax, nested_absmax and offset, of one layer."""
@@ -78,7 +77,7 @@ def tile_shape(shape: tuple[int, int]) -> tuple[int, int]:
 
 def fuses(rows: int, shape: tuple[int, int]) -> bool:
     """Whether a product with so many rows of x should decode the weight itself."""
-    return rows <= max(FUSED_ROWS, TURNED_ROWS) and shape[0] % WIDTH == 0 and shape[1] % WIDTH == 0
+    return rows <= FUSED_ROWS and shape[0] % WIDTH == 0 and shape[1] % WIDTH == 0
 
 
 def fused(
@@ -88,7 +87,7 @@ def fused(
     *,
     transpose: bool,
     extra: tuple[Array, Array] | None = None,
-    tiles: MatmulTiles | TurnedTiles | None = None,
+    tiles: TurnedTiles | None = None,
 ) -> Array:
     """x @ W.T, or x @ W with `transpose`, decoding the weight inside the product.
 
@@ -98,7 +97,7 @@ def fused(
         shape: (O, I).
         transpose: whether the sum runs over O.
         extra: None, or (low (*B, R), up (O, R)) for `+ low @ up.T`; with `transpose` up is (R, I), for `+ low @ up`.
-        tiles: sizes, and by their kind the kernel; None for what suits the shapes.
+        tiles: sizes; None for what suits the shapes.
 
     Returns:
         (*B, O), or (*B, I) with `transpose`, in x.dtype, summed in f32.
@@ -114,22 +113,11 @@ def fused(
         up = others.pop() if low else None
         nested_absmax, offset = others or (None, None)
         rows = math.prod(x.shape[:-1])
-        sizes = tiles
-        if sizes is None and FUSED_ROWS < rows <= TURNED_ROWS:
-            sizes = suitable_turned(rows, x.shape[-1], out)
-        elif sizes is None:
-            sizes = suitable_tiles(rows, out)
+        sizes = tiles or suitable_turned(rows, x.shape[-1], out)
         x_flat, *low_flat = (padded(one.reshape(rows, -1), sizes.rows, DEPTH) for one in (x, *low))
-        turned = isinstance(sizes, TurnedTiles)
-        if turned and transpose and up is not None:
-            up = up.T
-        along_sum = (DEPTH, 1) if transpose and not turned else (1, DEPTH)
-        both = None if up is None else (low_flat[0], padded(up, *along_sum))
+        both = None if up is None else (low_flat[0], padded(up.T if transpose else up, 1, DEPTH))
         arrays = x_flat, codes, absmax, nested_absmax, offset, both
-        if isinstance(sizes, TurnedTiles):
-            y = multiply_turned(*arrays, shape=shape, transpose=transpose, tiles=sizes)
-        else:
-            y = multiply(*arrays, shape=shape, transpose=transpose, tiles=sizes)
+        y = multiply_turned(*arrays, shape=shape, transpose=transpose, tiles=sizes)
         return y[:rows].reshape(*x.shape[:-1], out)
 
     @run.def_vmap

@@ -37,6 +37,7 @@ CASES = (
     _case("B4-S4096-N32-K8-D128", 4, 4096, 32, 8, 128),
     _case("B32-S2048-N32-K8-D128", 32, 2048, 32, 8, 128),
     _case("B8-S2048-N14-K2-D64", 8, 2048, 14, 2, 64),
+    _case("B32-S2048-N14-K2-D64", 32, 2048, 14, 2, 64),
     _case("B4-S2048-N32-K32-D128-R64", 4, 2048, 32, 32, 128, rotated=64),
     _case("B4-S2048-N32-K8-D128-interleaved", 4, 2048, 32, 8, 128, interleaved=True),
     _case("B4-S4096-N32-K8-D128-interleaved", 4, 4096, 32, 8, 128, interleaved=True),

@@ -19,7 +19,6 @@ from pallas_kernels.lora_linear.reference import Projection
 from pallas_kernels.nf4_linear import NF4Weight, dequantize, explain, join, mosaic_gpu, nf4_linear
 from pallas_kernels.nf4_linear.cases import random_weight
 from pallas_kernels.nf4_linear.mosaic_gpu_join import copies, copy_with_edge, write_edge
-from pallas_kernels.nf4_linear.mosaic_gpu_matmul import MatmulTiles, suitable_tiles
 from pallas_kernels.nf4_linear.mosaic_gpu_shares import Shares
 from pallas_kernels.nf4_linear.mosaic_gpu_turned import TurnedTiles, suitable_turned
 
@@ -145,10 +144,6 @@ def test_random_weights_of_real_models_are_accepted(hopper: None) -> None:
 @pytest.mark.parametrize(
     ("shape", "rows", "rank", "tiles"),
     [
-        ((256, 256), 256, 0, MatmulTiles(rows=128, blocks=3, staged=True)),  # a block has two tiles, others one
-        ((128, 384), 70, 0, MatmulTiles(rows=256, stages=2, blocks=1, staged=True)),  # ragged; one block does all
-        ((256, 128), 100, 16, MatmulTiles(rows=128, stages=2, blocks=1, staged=True)),  # an odd number of steps
-        ((128, 256), 130, 80, MatmulTiles(rows=128, stages=6, blocks=2, staged=True)),  # two steps for the adapter
         ((256, 384), 70, 0, TurnedTiles(rows=64, stages=2, unit=None, pair=False, blocks=3, staged=True)),  # ragged
         ((256, 256), 200, 16, TurnedTiles(rows=128, stages=3, blocks=4, staged=True)),  # blocks share x's tiles
         ((384, 128), 64, 80, TurnedTiles(rows=64, pair=False, blocks=1, staged=True)),  # two steps and an adapter's two
@@ -160,7 +155,7 @@ def test_interpreted_products(
     shape: tuple[int, int],
     rows: int,
     rank: int,
-    tiles: MatmulTiles | TurnedTiles,
+    tiles: TurnedTiles,
     transpose: bool,
     capfd: pytest.CaptureFixture,
 ) -> None:
@@ -182,17 +177,6 @@ def test_interpreted_products(
     want += np.asarray(low, np.float64) @ np.asarray(up if transpose else up.T, np.float64)
     # The sum is in f32 and rounded once to bf16: at most half an ulp, 2^-9 of each element, and some f32 ulps.
     np.testing.assert_allclose(got, want, rtol=2**-8, atol=1e-5 * np.abs(want).max())
-
-
-def test_tiles_share_the_work() -> None:
-    for rows, width, size in (
-        (2048, 14336, 256),
-        (2048, 4096, 256),
-        (512, 14336, 256),
-        (512, 4096, 128),
-        (1, 4096, 128),
-    ):
-        assert suitable_tiles(rows, width).rows == size, (rows, width)
 
 
 def test_turned_tiles_keep_the_multiprocessors_at_work() -> None:
@@ -257,14 +241,13 @@ def test_shares_are_even_and_know_where_a_step_is() -> None:
 
 
 @pytest.mark.usefixtures("hopper")
-def test_few_rows_decode_inside_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_rows_decode_inside_the_product() -> None:
     w = random_weight(jax.random.key(0), (256, 256))
 
     def gradient(x: jax.Array) -> jax.Array:
         return jax.grad(lambda x: nf4_linear(x, w).var())(x)
 
-    for rows, turned_rows, products in ((7, 0, 0), (64, 0, 0), (70, 0, 2), (100, 256, 0)):
-        monkeypatch.setattr(mosaic_gpu, "TURNED_ROWS", turned_rows)
+    for rows, products in ((7, 0), (64, 0), (mosaic_gpu.FUSED_ROWS, 0), (mosaic_gpu.FUSED_ROWS + 1, 2)):
         text = lowered(gradient, jnp.ones((rows, 256), jnp.bfloat16))
         assert text.count("@mosaic_gpu_v2") == 2
         assert text.count("stablehlo.dot_general") == products
