@@ -173,6 +173,11 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     config = read_json(path)
     if config.get("peft_type") != "LORA":
         raise ValueError(f"{path}: peft_type {config.get('peft_type')} is not supported; supported: LORA")
+    for key in ("r", "lora_alpha"):
+        if isinstance(config.get(key), bool) or not isinstance(config.get(key), int | float):
+            raise ValueError(
+                f"{path}: {key} must be a number, is {config.get(key)!r}; save the adapter again with PEFT"
+            )
     start = config.get("init_lora_weights")
     if start not in _STARTS:
         raise ValueError(

@@ -1,5 +1,6 @@
 """Rules that tie keys together; every message names the keys, the values and what to do."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import fields
 
@@ -18,7 +19,19 @@ def problems(config: Config) -> Iterator[Problem]:
     if not config.model.model_name_or_path:
         yield ("model_name_or_path",), "model_name_or_path must be given: a folder, a .gguf file or a hub id"
     yield from out_of_range(config)
-    for rule in (_adapter, _start, _data, _mixing, _schedule, _precision, _evaluation, _best_model, _mesh, _remat):
+    for rule in (
+        _adapter,
+        _patterns,
+        _start,
+        _data,
+        _mixing,
+        _schedule,
+        _precision,
+        _evaluation,
+        _best_model,
+        _mesh,
+        _remat,
+    ):
         yield from rule(config)
 
 
@@ -53,6 +66,17 @@ def _adapter(config: Config) -> Iterator[Problem]:
     if kind == "freeze" and config.adapter.freeze_trainable_layers == 0:
         message = "freeze_trainable_layers: 0 with finetuning_type: freeze trains no layer"
         yield ("freeze_trainable_layers", "finetuning_type"), f"{message}; give n (the last n) or -n (the first n)"
+
+
+def _patterns(config: Config) -> Iterator[Problem]:
+    """Names of modules in patterns are regular expressions, as PEFT's."""
+    for key in ("lora_rank_pattern", "lora_alpha_pattern"):
+        for name in getattr(config.adapter, key):
+            try:
+                re.compile(name)
+            except re.error as error:
+                message = f"{key}: {name!r} is no regular expression ({error})"
+                yield (key,), f"{message}; give a module's name (q_proj), or .* for what may stand before it"
 
 
 def _start(config: Config) -> Iterator[Problem]:

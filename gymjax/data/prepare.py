@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from gymjax.config import DataConfig
 from gymjax.data import cache
 from gymjax.data.build import build
@@ -75,7 +77,12 @@ def prepare(
             notes += [f"cache rebuilt: {miss}"] if miss.corrupt else []
     train, evaluation, report = build(data_config, encoder, stage, seed, sources, held_out)
     if path is not None:
-        cache.save(path, train, evaluation, report)
+        try:
+            cache.save(path, train, evaluation, report)
+        except (OSError, SafetensorError) as error:
+            raise DataError(
+                f"tokenized_path: {path.parent} cannot be written ({error}); give a folder that can, with space for it"
+            ) from error
     report.notes += notes
     return Prepared(train, evaluation, report, packing, text)
 

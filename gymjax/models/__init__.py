@@ -57,7 +57,8 @@ def decoder_config(hf: Mapping[str, Any]) -> DecoderConfig:
     """DecoderConfig of a Hugging Face config.json.
 
     Raises:
-        ValueError: a model_type, rope type or activation that is not done here, or a missing key; the message names it.
+        ValueError: a model_type, rope type or activation that is not done here, a missing key, or a size that is none;
+            the message names it.
     """
     family = hf.get("model_type")
     if family in INSTEAD:
@@ -67,4 +68,7 @@ def decoder_config(hf: Mapping[str, Any]) -> DecoderConfig:
     missing = [name for name in REQUIRED if name not in hf]
     if missing:
         raise ValueError(f"config.json: missing {', '.join(missing)}")
+    wrong = [f"{name} {hf[name]!r}" for name in REQUIRED if not isinstance(hf[name], int) or hf[name] < 1]
+    if wrong:
+        raise ValueError(f"config.json: must be whole numbers of at least 1: {', '.join(wrong)}")
     return FAMILIES[family].decoder_config(hf)

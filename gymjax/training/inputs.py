@@ -51,6 +51,7 @@ def open_inputs(config: Config) -> Inputs:
     prepared = prepare_data(config, base.tokenizer)
     if prepared.train is None:
         raise ValueError("dataset must be given: a name in dataset_info.json, a file or a folder")
+    check_positions(base.cfg, prepared)
     loader = Loader(
         prepared.train,
         train.per_device_train_batch_size * batch_shards(mesh),
@@ -61,6 +62,22 @@ def open_inputs(config: Config) -> Inputs:
         shuffle=not config.data.disable_shuffling,
     )
     return Inputs(mesh, precision_of(config), base, prepared, loader)
+
+
+def check_positions(cfg: DecoderConfig, prepared: Prepared) -> None:
+    """Refuses rows that reach beyond the positions that the model is made for.
+
+    Raises:
+        ValueError: naming the longest row.
+    """
+    for data in (prepared.train, prepared.eval):
+        if data is not None and data.lengths.max() > cfg.max_positions:
+            longest = int(data.lengths.argmax())
+            raise ValueError(
+                f"{data.sources[longest]}: {data.lengths[longest]} tokens, but the model has {cfg.max_positions} "
+                f"positions; set cutoff_len: {cfg.max_positions}, or rope_scaling: yarn, which extends the model to "
+                "cutoff_len"
+            )
 
 
 def planned_steps(config: Config, loader: Loader) -> int:

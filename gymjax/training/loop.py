@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from gymjax.checkpoint.train_state import Checkpoints
-from gymjax.config import TrainConfig
+from gymjax.config import TrainConfig, flat
+from gymjax.config.coerce import text
 from gymjax.optim.build import schedule
 from gymjax.training.compile import Program, compile_program, describe_program, jit_step
 from gymjax.training.evaluate import eval_step, run_evaluation
@@ -76,6 +77,11 @@ def due(when: str | None, every: int | None, step: int, steps_per_epoch: int, to
     return step == total or step % (every if when == "steps" and every else steps_per_epoch) == 0
 
 
+def stopped_early(train: TrainConfig, progress: Progress) -> bool:
+    """Whether as many evaluations in a row as early_stopping_steps have brought no lower loss."""
+    return train.early_stopping_steps is not None and progress.best.stale >= train.early_stopping_steps
+
+
 def run_steps(
     run: Run,
     state: TrainState,
@@ -106,7 +112,8 @@ def run_steps(
     step = jit_step(run.graphdef, run.optimizer, run.settings, state)
     evaluate = _evaluator(run)
     done = saved = int(state.step)
-    while done < total and not stop.is_set():
+    early = stopped_early(train, progress)  # a run that is started again has its own ending behind it
+    while done < total and not early and not stop.is_set():
         _profile(train, progress, done)
         batch, _ = run.loader.batch(done)
         shape = batch["tokens"].shape
@@ -132,7 +139,7 @@ def run_steps(
             log.evaluation(
                 done, {"eval_loss": entry["eval_loss"], "perplexity": entry["perplexity"], "epoch": _epoch(run, done)}
             )
-        early = train.early_stopping_steps is not None and progress.best.stale >= train.early_stopping_steps
+        early = stopped_early(train, progress)
         saving = due(train.save_strategy, train.save_steps, done, run.loader.steps_per_epoch, total)
         if saving or early or stop.is_set():
             _flush(run, progress, log, done)
@@ -140,7 +147,6 @@ def run_steps(
             saved = done
         if early:
             log.say(f"early stop: {progress.best.stale} evaluations without a loss below {progress.best.loss:.4f}")
-            break
         progress.paused += time.perf_counter() - paused_from
     _profile(train, progress, None)
     if stop.is_set() and saved != done:  # the request came between the last look at it and the loop's end
@@ -160,6 +166,8 @@ def save_checkpoint(
         "log_history": log.history,
         "progress": progress.saved(),
         "data": run.fingerprint,
+        "config": {key: text(value) for key, value in flat(run.config).items()},
+        "rows_per_step": run.loader.rows * run.loader.accumulation,
         "adapter_start": None if run.adapter_start is None else run.adapter_start.describe(),
         "best_metric": progress.best.loss if progress.best.step else None,
         "best_global_step": progress.best.step or None,

@@ -7,6 +7,7 @@ import numpy as np
 from flax import nnx
 
 from gymjax.adapters.lora import LoraSpec
+from gymjax.adapters.select import train_modules
 from gymjax.checkpoint.load import blank_base
 from gymjax.checkpoint.peft import attach_blank
 from gymjax.config import Config
@@ -35,6 +36,7 @@ def workload(config: Config, inputs: Inputs) -> Workload:
         model = blank_base(inputs.base, config.model, policy(inputs.precision))
         if config.model.adapter_name_or_path:
             specs.append(attach_blank(model, config.model.adapter_name_or_path))
+            train_modules(model, config.adapter.additional_target, key="additional_target")
             return model
         model, spec = choose_trained(model, config)
         specs.append(spec)

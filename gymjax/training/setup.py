@@ -23,11 +23,13 @@ from gymjax.checkpoint.load import LoadedModel, OpenedBase, load_base, with_own_
 from gymjax.checkpoint.peft import load_adapter
 from gymjax.checkpoint.weights import Split
 from gymjax.config import AdapterConfig, Config
+from gymjax.config.coerce import text
 from gymjax.data.loader import Loader
 from gymjax.data.prepare import Prepared
 from gymjax.dtypes import Precision, policy
 from gymjax.models.decoder import Decoder
 from gymjax.models.decoder_config import DecoderConfig
+from gymjax.models.names import linears
 from gymjax.optim.build import build
 from gymjax.training.evaluate import eval_loader
 from gymjax.training.inputs import Inputs, planned_steps, precision_of
@@ -165,16 +167,42 @@ def choose_trained(
         return train_layers(model, *chosen), None
     if config.model.adapter_name_or_path:
         spec = load_adapter(model, config.model.adapter_name_or_path)
-        if adapter.use_dora and not spec.use_dora:
-            raise ValueError(
-                f"use_dora: true, but adapter_name_or_path: {config.model.adapter_name_or_path} has use_dora: false; "
-                "leave use_dora out to go on with it"
-            )
+        _check_continued(config, model, spec)
+        train_modules(model, adapter.additional_target, key="additional_target")
         return model, spec
     spec = lora_spec(adapter)
     attach(model, spec, key=jax.random.key(config.train.seed), start=start)
     train_modules(model, adapter.additional_target, key="additional_target")
     return model, spec
+
+
+def _check_continued(config: Config, model: Decoder, spec: LoraSpec) -> None:
+    """Refuses settings of an adapter that the one to go on with does not have.
+
+    Raises:
+        ValueError: naming the key and both values.
+    """
+    wanted = lora_spec(config.adapter)
+    pairs: dict[str, tuple[Any, Any]] = {
+        "lora_rank": (wanted.rank, spec.rank),
+        "lora_alpha": (wanted.alpha, spec.alpha),
+        "lora_dropout": (wanted.dropout, spec.dropout),
+        "lora_rank_pattern": (dict(wanted.rank_pattern), dict(spec.rank_pattern)),
+        "lora_alpha_pattern": (dict(wanted.alpha_pattern), dict(spec.alpha_pattern)),
+        "use_rslora": (wanted.use_rslora, spec.use_rslora),
+        "use_dora": (wanted.use_dora, spec.use_dora),
+    }
+    names = [name for _, row in linears(model) for name in row.values()]
+    ours, theirs = ([name for name in names if each.is_target(name)] for each in (wanted, spec))
+    if ours != theirs:
+        short = dict.fromkeys(name.rsplit(".", 1)[-1] for name in theirs)
+        pairs["lora_target"] = (text(wanted.targets), f"{text(list(short))} ({len(theirs)} modules, not {len(ours)})")
+    for key, (given, found) in pairs.items():
+        if key in config.explicit and given != found:
+            raise ValueError(
+                f"{key}: {text(given)}, but adapter_name_or_path: {config.model.adapter_name_or_path} has {key}: "
+                f"{text(found)}; leave {key} out to go on with it"
+            )
 
 
 def set_up(config: Config, inputs: Inputs, plan: Plan) -> tuple[Run, TrainState]:

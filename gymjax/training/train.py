@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 import re
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 
 from gymjax.checkpoint.adapter_base import RESIDUAL
 from gymjax.checkpoint.train_state import Checkpoints
-from gymjax.config import Config, check_output_dir, check_trainable, describe
+from gymjax.config import Config, check_output_dir, check_trainable, describe, flat
+from gymjax.config.coerce import text
 from gymjax.models.decoder import Decoder
 from gymjax.training.compile import describe_program, use_compile_cache
 from gymjax.training.inputs import open_inputs, planned_steps
@@ -33,6 +36,10 @@ from gymjax.training.plotting import plot_losses
 from gymjax.training.report import before_training
 from gymjax.training.setup import Run, set_up
 from gymjax.training.step import TrainState
+
+# What a checkpoint's steps and weights count on: the order of the rows, and the factor of the adapter.
+_FIXED = ("data_seed", "disable_shuffling", "packing", "lora_alpha", "use_rslora", "lora_alpha_pattern")
+_OF_THE_START = ("output_dir", "overwrite_output_dir", "resume_from_checkpoint")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,7 +173,33 @@ def resume(run: Run, state: TrainState, checkpoints: Checkpoints) -> tuple[Train
             "(pissa_init, pissa_iter, loftq_init, loftq_iter, seed) that it was started with, or start in another "
             "output_dir"
         )
-    return state, Progress.restored(meta["progress"]), meta["log_history"], [f"resumed from {source.folder(step)}"]
+    lines = [f"resumed from {source.folder(step)}", *_changes(run, source.folder(step), meta)]
+    return state, Progress.restored(meta["progress"]), meta["log_history"], lines
+
+
+def _changes(run: Run, folder: Path, meta: Mapping[str, Any]) -> list[str]:
+    """Lines for the settings that are not those of the checkpoint.
+
+    Raises:
+        ValueError: rows would be left out or repeated, or the adapter would jump.
+    """
+    saved, now = meta.get("config", {}), {key: text(value) for key, value in flat(run.config).items()}
+    changed = [key for key in now if key not in _OF_THE_START and saved.get(key, now[key]) != now[key]]
+    wrong = [f"{key}: {saved[key]}, not {now[key]}" for key in changed if key in _FIXED]
+    if run.loader.packing and "cutoff_len" in changed:
+        wrong.append(f"cutoff_len: {saved['cutoff_len']}, not {now['cutoff_len']}, with packing")
+    rows = run.loader.rows * run.loader.accumulation
+    before = meta.get("rows_per_step", rows)
+    if rows != before:
+        wrong.append(
+            f"{before} rows a step, not {rows} (per_device_train_batch_size x devices x gradient_accumulation_steps)"
+        )
+    if wrong:
+        raise ValueError(
+            f"{folder} was trained with {'; '.join(wrong)}: rows would be left out or repeated, or the adapter would "
+            "be another one; resume with those settings, or start in another output_dir"
+        )
+    return [f"resumed with {key}: {now[key]}, until then {saved[key]}" for key in changed]
 
 
 def _restore_best(run: Run, state: TrainState, progress: Progress, checkpoints: Checkpoints, log: RunLog) -> TrainState:

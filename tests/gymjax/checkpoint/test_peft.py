@@ -146,6 +146,8 @@ def test_bad_folder(tmp_path, tiny):
         ({"use_qalora": True}, "not supported: use_qalora: True; LoRA, rsLoRA and DoRA are"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights: pissa_niter_4 changed the base .*conversion"),
         ({"bias": "all", "lora_bias": True}, "not supported: lora_bias: True, bias: all"),
+        ({"r": None}, "adapter_config.json: r must be a number, is None; save the adapter again"),
+        ({"lora_alpha": "8"}, "adapter_config.json: lora_alpha must be a number, is '8'"),
         ({"r": 5}, r"tensors do not fit.*lora_A is missing|lora_A\.weight is \(4, 32\), must be \(5, 32\)"),
     ],
 )

@@ -22,6 +22,10 @@ CASES = [
         "lora_rank, use_rslora would do nothing with finetuning_type: freeze",
     ),
     (
+        {"lora_rank_pattern": {"*.q_proj": 4}},
+        "lora_rank_pattern: '*.q_proj' is no regular expression (nothing to repeat at position 0); give a module",
+    ),
+    (
         {"freeze_trainable_layers": 4},
         "freeze_trainable_layers would do nothing with finetuning_type: lora; remove it, or set",
     ),

@@ -2,8 +2,10 @@ import os
 
 import numpy as np
 import pytest
+from safetensors import SafetensorError
 
 from gymjax.data import cache
+from gymjax.data.errors import DataError
 from gymjax.data.prepare import prepare
 
 
@@ -93,12 +95,15 @@ def test_bad_entry_is_made_again_with_a_note(run, tmp_path, damage):
     assert any("read from" in note for note in run().report.notes)
 
 
-def test_nothing_half_written_stays(run, tmp_path, monkeypatch):
+@pytest.mark.parametrize("kind", [OSError, SafetensorError])
+def test_nothing_half_written_stays(run, tmp_path, monkeypatch, kind):
+    """The safetensors package passes on the system's errors under a name of its own."""
+
     def fail(*args, **kwargs):
-        raise OSError(28, "No space left on device")
+        raise kind("No space left on device")
 
     monkeypatch.setattr(cache, "save_file", fail)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(DataError, match=r"tokenized_path: .* cannot be written \(No space left on device\); give a"):
         run()
     assert entries(tmp_path) == []
 

@@ -209,6 +209,16 @@ def test_bad_settings(tokenizer, write, chat, settings, changes, message):
     bad(tokenizer, settings(**({"dataset": path} | changes)), message)
 
 
+def test_bad_cache_folder(tokenizer, write, chat, settings):
+    data = write("d.jsonl", [chat("q", "a")])
+    bad(
+        tokenizer,
+        settings(data),
+        r"tokenized_path: .*d\.jsonl cannot be written .*File exists.*; give a",
+        cache_dir=data,
+    )
+
+
 def test_bad_empty_file(tokenizer, write, settings):
     bad(tokenizer, settings(write("d.jsonl", "")), r"its files \(.*d\.jsonl\) hold no rows")
 

@@ -147,6 +147,12 @@ def test_bad_config_json(changes, message):
         decoder_config(LLAMA | changes)
 
 
+def test_bad_config_json_with_sizes_that_are_none():
+    sizes = {"vocab_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    with pytest.raises(ValueError, match="whole numbers of at least 1: hidden_size '32', num_attention_heads 0"):
+        decoder_config({"model_type": "llama", "hidden_size": "32", "num_attention_heads": 0} | sizes)
+
+
 def test_bad_config_json_lacks_keys():
     with pytest.raises(ValueError, match="missing hidden_size, num_attention_heads"):
         decoder_config({k: v for k, v in LLAMA.items() if k not in ("hidden_size", "num_attention_heads")})

@@ -164,3 +164,34 @@ def test_bad_second_start(runs, configure_once):
         train(configure_once("again", adapter_name_or_path=first, pissa_init=True))
     with pytest.raises(ValueError, match=r"use_dora: true, but adapter_name_or_path: .* has use_dora: false"):
         train(configure_once("again", adapter_name_or_path=first, use_dora=True))
+
+
+@pytest.fixture(scope="module")
+def plain_adapter(configure_in, tmp_path_factory):
+    config = configure_in(tmp_path_factory.mktemp("plain"), max_steps=1, lora_target="q_proj,v_proj")
+    train(config)
+    return config.train.output_dir
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"lora_rank": 6}, "lora_rank: 6, but .* has lora_rank: 4"),
+        ({"lora_rank": 4, "lora_alpha": 5}, "lora_alpha: 5, but .* has lora_alpha: 8"),
+        ({"lora_dropout": 0.1}, "lora_dropout: 0.1, but .* has lora_dropout: 0.0"),
+        ({"use_rslora": True}, "use_rslora: true, but .* has use_rslora: false"),
+        ({"lora_target": "all"}, r"lora_target: all, but .* has lora_target: q_proj,v_proj \(4 modules, not 14\)"),
+        ({"lora_rank_pattern": {"q_proj": 2}}, "lora_rank_pattern: .*q_proj.*, but .* has lora_rank_pattern: {}"),
+    ],
+)
+def test_bad_settings_of_an_adapter_that_is_continued(plain_adapter, configure, given, message):
+    """They would be ignored: the adapter's file says what it is."""
+    with pytest.raises(ValueError, match=f"{message}; leave .* out to go on with it"):
+        train(configure(adapter_name_or_path=plain_adapter, **{"lora_rank": None} | given))
+
+
+def test_a_continued_adapter_takes_equal_settings_and_further_modules(plain_adapter, configure):
+    same = {"lora_rank": 4, "lora_alpha": 8, "lora_target": "v_proj,q_proj", "additional_target": "norm"}
+    result = train(configure(adapter_name_or_path=plain_adapter, max_steps=1, **same))
+    saved = json.loads((Path(result.run.config.train.output_dir) / "adapter_config.json").read_text())
+    assert saved["modules_to_save"] == ["model.norm"]

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -195,6 +196,9 @@ def test_early_stop_and_best_weights(configure, data_file, leaves_equal):
     assert checkpoints.steps() == sorted({best, best + 2})
     kept, _ = checkpoints.restore(best, result.state)
     assert leaves_equal(kept.params, result.state.params)
+    again = train(config)
+    assert checkpoints.steps() == sorted({best, best + 2})
+    assert leaves_equal(kept.params, again.state.params)
 
 
 def test_bad_weights_stop_with_step_rows_and_remedy(
@@ -214,6 +218,16 @@ def test_bad_weights_stop_with_step_rows_and_remedy(
     assert not (folder / "adapter_model.safetensors").exists()
 
 
+def test_bad_row_beyond_the_model_s_positions(configure, data_file, model_folder, tmp_path):
+    """Generating refuses it as well; no position beyond was ever trained."""
+    short = tmp_path / "short"
+    shutil.copytree(model_folder, short)
+    (short / "config.json").write_text(json.dumps(read_config(model_folder) | {"max_position_embeddings": 16}))
+    message = r"rows\.jsonl:\d+: \d\d tokens, but the model has 16 positions; set cutoff_len: 16, or rope_scaling: yarn"
+    with pytest.raises(ValueError, match=message):
+        train(configure(model_name_or_path=str(short)))
+
+
 def test_bad_resume_with_other_data(configure, tmp_path):
     config = configure(save_strategy="steps", save_steps=2, max_steps=2)
     train(config)
@@ -228,6 +242,42 @@ def test_bad_resume_with_another_rank(configure):
     train(configure(save_strategy="steps", save_steps=2, max_steps=2))
     with pytest.raises(ValueError, match="was saved by a different configuration"):
         train(configure(save_strategy="steps", save_steps=2, max_steps=4, lora_rank=8))
+
+
+@pytest.fixture(scope="module")
+def stopped_at_2(configure_in, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("stopped")
+    train(configure_in(folder, save_strategy="steps", save_steps=2, max_steps=2))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seed": 7}, "data_seed: 42, not 7"),
+        ({"packing": True}, "packing: false, not true"),
+        ({"per_device_train_batch_size": 2}, r"4 rows a step, not 2 \(per_device_train_batch_size x devices"),
+        ({"lora_alpha": 32}, "lora_alpha: 8, not 32"),
+        ({"use_rslora": True}, "use_rslora: false, not true"),
+    ],
+)
+def test_bad_resume_with_other_settings(stopped_at_2, configure_in, change, message):
+    """Rows would be skipped or seen twice, or the adapter's factor would jump: no array's shape tells."""
+    with pytest.raises(ValueError, match=f"checkpoint-2 was trained with .*{message}.*; resume with those settings"):
+        train(configure_in(stopped_at_2, save_strategy="steps", save_steps=2, max_steps=3, **change))
+
+
+def test_resuming_names_the_settings_that_changed(configure, capsys):
+    train(configure(save_strategy="steps", save_steps=2, max_steps=2))
+    changes = {"learning_rate": 5e-3, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    train(configure(save_strategy="steps", save_steps=2, max_steps=3, **changes))
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("resumed with")]
+    assert lines == [
+        "resumed with learning_rate: 0.005, until then 0.01",
+        "resumed with max_steps: 3, until then 2",
+        "resumed with per_device_train_batch_size: 2, until then 4",
+        "resumed with gradient_accumulation_steps: 2, until then 1",
+    ]
 
 
 def test_save_only_model_writes_weights_and_prunes(configure):
