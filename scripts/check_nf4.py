@@ -155,7 +155,14 @@ def bits() -> Iterator[tuple[Any, tuple]]:
 
 
 def products() -> Iterator[tuple[Any, tuple]]:
-    """Likewise of products, which decode the weight in registers."""
+    """Likewise of products, which decode the weight in registers, first those in parts of a cluster."""
+    for rows, pair in itertools.product((1, 300), (False, True)):
+        for size, parts in ((64, 2), (128, 2), (128, 4), (256, 2), (256, 4)):  # clusters of two, four and eight blocks
+            sizes = TurnedTiles(size, 4 if size == 256 else 8, None, parts, pair)
+            yield check_products, ((512, 1024), rows, 80 if rows == 300 else 0, sizes)
+    for sizes in (TurnedTiles(unit=None, parts=2), TurnedTiles(unit=None, parts=4, pair=False)):
+        yield check_products, ((4096, 14336), 512, 16, sizes)
+        yield check_products, ((8192, 1024), 700, 16, sizes)  # forward, more clusters than there is room for at once
     for shape, rows, rank in itertools.product(((256, 256), (512, 1024), (4096, 1024)), (1, 100, 512), (0, 16)):
         for unit, pair in itertools.product((2, None), (False, True)):
             yield check_products, (shape, rows, rank, TurnedTiles(rows=128, unit=unit, pair=pair))

@@ -207,7 +207,11 @@ def nf4_kernels():
         name = f"O{shape[0]}-I{shape[1]}"
         unpack = functools.partial(nf4.dequantize, shape=shape, dtype=jnp.bfloat16)
         yield [f"nf4-dequantize-{name}"], unpack, packed, 0
-        sizes = (TurnedTiles(), TurnedTiles(unit=None))
+        sizes = (
+            *(TurnedTiles(), TurnedTiles(unit=None), TurnedTiles(unit=None, parts=2)),
+            TurnedTiles(unit=None, parts=4, pair=False),
+            TurnedTiles(rows=128, stages=8, unit=None, parts=4, pair=False),
+        )
         dense, edge = (jax.ShapeDtypeStruct(size, jnp.bfloat16) for size in (shape, (shape[0], 64)))
         yield [f"join-{name}"], functools.partial(copy_with_edge, axis=1), (dense, edge), 0
         for transpose, tiles in itertools.product((False, True), sizes):
@@ -216,8 +220,8 @@ def nf4_kernels():
             def product(x, *packed, shape=shape, transpose=transpose, tiles=tiles):
                 return nf4.fused(x, packed, shape, transpose=transpose, tiles=tiles)
 
-            form = f"{'dx' if transpose else 'forward'}-{tiles.unit or 'whole'}"
-            yield [f"nf4-{form}-{name}"], product, (x, *packed), 0
+            parted = f"{tiles.parts}-parts-of-{tiles.rows}" if tiles.parts > 1 else tiles.unit or "whole"
+            yield [f"nf4-{'dx' if transpose else 'forward'}-{parted}-{name}"], product, (x, *packed), 0
 
 
 def norm_kernels():

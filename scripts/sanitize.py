@@ -89,10 +89,11 @@ def nf4_turned() -> None:
         return
     w = quantize(np.asarray(normal(256, 512), np.float32))
     packed = w.codes, w.absmax, w.nested_absmax, w.offset
-    for transpose, pair, unit in itertools.product((False, True), (False, True), (2, None)):
+    cuts = (2, 1), (None, 1), (None, 2)
+    for transpose, pair, (unit, parts) in itertools.product((False, True), (False, True), cuts):
         depth, width = w.shape if transpose else w.shape[::-1]
         extra = normal(300, 16), normal(16, width) if transpose else normal(width, 16)
-        tiles = TurnedTiles(pair=pair, unit=unit)
+        tiles = TurnedTiles(unit=unit, parts=parts, pair=pair)
         product = functools.partial(mosaic_gpu.fused, transpose=transpose, extra=extra, tiles=tiles)
         jax.block_until_ready(product(normal(300, depth), packed, w.shape))
 

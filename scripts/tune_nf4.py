@@ -30,14 +30,17 @@ from pallas_kernels.bench import build
 from pallas_kernels.nf4_linear import NF4Weight, dequantize, mosaic_gpu
 from pallas_kernels.nf4_linear.cases import CASES, SHORT
 from pallas_kernels.nf4_linear.mosaic_gpu_fragments import DEPTH
-from pallas_kernels.nf4_linear.mosaic_gpu_turned import suitable_turned
+from pallas_kernels.nf4_linear.mosaic_gpu_turned import LEAST, suitable_turned
 
 CHANGES: dict[str, dict[str, Any]] = {
     "turned": {},
     "by shuffles": {"tables": False},
-    "whole tiles": {"unit": None},
+    "whole tiles": {"unit": None, "parts": 1},
     "alone": {"pair": False},
     "128 rows": {"rows": 128, "stages": 8},
+    "in a cluster": {"unit": None, "parts": 2},
+    "in a cluster, alone": {"unit": None, "parts": 2, "pair": False},
+    "four in a cluster, alone": {"unit": None, "parts": 4, "pair": False},
 }
 PARTS = {"evenly shared": None, "halves": 2}
 
@@ -60,10 +63,12 @@ def forms(w: NF4Weight, rows: int, *, transpose: bool) -> dict[str, Callable[...
     suitable = suitable_turned(rows, *(w.shape if transpose else w.shape[::-1]))
     found: dict[str, Callable[..., Any]] = {"bf16": dense_product, "beforehand": beforehand}
     steps = w.shape[0 if transpose else 1] // DEPTH
-    units: dict[str, dict[str, Any]] = {name: {"unit": steps // parts if parts else 2} for name, parts in PARTS.items()}
+    units: dict[str, dict[str, Any]] = {
+        name: {"unit": steps // parts if parts else 2, "parts": 1} for name, parts in PARTS.items()
+    }
     for name, change in (CHANGES | units).items():
         tiles = dataclasses.replace(suitable, **change)
-        if name == "turned" or tiles != suitable:
+        if tiles.rows % (tiles.parts * LEAST) == 0 and (name == "turned" or tiles != suitable):
             found[name] = functools.partial(inside, tiles=tiles)
     return found
 

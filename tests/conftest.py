@@ -10,8 +10,9 @@ import tempfile
 from pathlib import Path
 
 # Threads of XLA's pool. The GPU interpreter's warpgroups wait for each other inside them: with as many as a machine of
-# two cores has, a kernel of three warpgroups in a loop over layers can wait for ever. Read when XLA makes its client.
-os.environ.setdefault("NPROC", "8")
+# two cores has, a kernel of three warpgroups in a loop over layers can wait for ever, and one whose clusters have four
+# blocks with fewer than twelve. Read when XLA makes its client.
+os.environ.setdefault("NPROC", "16")
 # Most of the suite's time is LLVM compiling programs that run once, on tiny arrays. The CPU's code is not what the
 # tests show: XLA's own passes over a program stay as they are. Processes that tests start take it from here.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")

@@ -7,13 +7,14 @@ decode the next step's operand while the tensor cores work on this one's: one wa
 decoding too. A third warpgroup has the copy engine bring x's tiles, and brings codes and scales itself, in the order in
 which the others want them.
 
-Blocks in a cluster of two take neighbouring columns of the result and share x's tile. All multiprocessors finish at the
-same time, as clusters share the steps of all tiles evenly, and parts of a sum are added in the kernel
-(mosaic_gpu_shares.py).
+Blocks in a cluster of two take neighbouring columns of the result and share x's tile. Where tiles are fewer than
+multiprocessors, parts of a tile's sum are blocks of one cluster, or clusters share the steps of all tiles evenly; parts
+are added in the kernel (mosaic_gpu_shares.py).
 """
 
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -49,10 +50,11 @@ from pallas_kernels.nf4_linear.mosaic_gpu_fragments import (
     tile_of_weight,
     wide_layout,
 )
-from pallas_kernels.nf4_linear.mosaic_gpu_shares import Shares, add_part, leave_part
+from pallas_kernels.nf4_linear.mosaic_gpu_shares import Shares, add_part, leave_part, sum_in_cluster
 
 WIDTH = WARPGROUPS * ROWS  # columns of a tile of the result
-PIECE = 64  # rows of the result that are copied to memory at once
+PIECE = 64  # rows of the result that are copied to memory at once, at most
+LEAST = 32  # that a block writes of a tile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +65,8 @@ class TurnedTiles:
         rows: of a tile of the result; 64, 128 or 256.
         stages: slots of the ring.
         unit: steps of the sum that stay in one block, an even number that divides them; None for all of a tile's.
+        parts: equal runs of a tile's steps, each in another block of a cluster, which has this tile only; 1, 2 or 4.
+            There are stages enough for what blocks send each other, and `unit` does not count.
         pair: whether the blocks of a cluster of two take neighbouring columns and share x's tiles.
         tables: whether weights are decoded by tables of products, not by shuffles.
         blocks: that share the work; None for as many as the GPU has multiprocessors.
@@ -72,6 +76,7 @@ class TurnedTiles:
     rows: int = 256
     stages: int = 4
     unit: int | None = 2
+    parts: int = 1
     pair: bool = True
     tables: bool = True
     blocks: int | None = None
@@ -79,24 +84,37 @@ class TurnedTiles:
 
 
 def suitable_turned(rows: int, depth: int, width: int) -> TurnedTiles:
-    """Tiles and units of work that should take the fewest cycles, by what goes through shared memory."""
-    pair, steps = width % (2 * WIDTH) == 0, depth // DEPTH
-    team = 2 if pair else 1
+    """Tiles, parts and units of work that should take the fewest cycles, by what goes through shared memory."""
+    in_pairs, steps = width % (2 * WIDTH) == 0, depth // DEPTH
+    multiprocessors = _platform.multiprocessors()
 
     def cycles(tiles: TurnedTiles) -> float:
-        """Those of a block: a step reads x's tile twice and writes it once, and decodes; parts go through memory.
+        """Those of a block: a step reads x's tile twice and writes it once, and decodes; parts go to other blocks.
 
-        Of a tile they are 4 bytes an element each way, 64 a cycle. One block reads those of all others after its own.
-        The other numbers are fitted to the forms that scripts/tune_nf4.py timed on an H200, 512 rows.
+        Of a tile they are 4 bytes an element: through memory each way 64 a cycle, and one block reads those of all
+        others after its own; within a cluster 14 a cycle, of what a block does not own. Clusters of four and eight
+        leave multiprocessors idle, as each stands in one group of 16 or so: 32 of four took two rounds. The other
+        numbers are fitted to the forms that scripts/tune_nf4.py timed on an H200, 512 rows.
         """
+        team, elements = 2 if tiles.pair else 1, tiles.rows * WIDTH
         items = -(-rows // tiles.rows) * (width // (team * WIDTH))
-        shares = Shares(items, steps, tiles.unit or steps, _platform.multiprocessors() // team)
-        parts = (1 - -steps // shares.longest) * (tiles.rows * WIDTH // 16)
-        return shares.longest * (3 * tiles.rows + 550) + shares.cut * (30000 + parts) + shares.tiles * 15000
+        step = (3 * tiles.rows + 550) * (1 if tiles.pair else 1.05)
+        if tiles.parts > 1:
+            blocks = team * tiles.parts
+            at_once = (multiprocessors - (2 * blocks if blocks > 2 else 0)) // blocks
+            sent = elements * 4 / 14 * (tiles.parts - 1) / tiles.parts
+            return -(-items // at_once) * (steps // tiles.parts * step + sent + 19000)
+        shares = Shares(items, steps, tiles.unit or steps, multiprocessors // team)
+        parts = (1 - -steps // shares.longest) * (elements // 16)
+        return shares.longest * step + shares.cut * (30000 + parts) + shares.tiles * 15000
 
     units = [2, *(steps // parts for parts in (2, 3, 4, 8) if steps % (2 * parts) == 0), None]
-    slots = {64: 8, 128: 8, 256: 4}  # 144 to 224 KiB of shared memory
-    return min((TurnedTiles(size, slots[size], unit, pair) for size in slots for unit in units), key=cycles)
+    slots = {size: stages for size, stages in ((64, 8), (128, 8), (256, 4)) if size < 2 * rows or size == 64}
+    found = [TurnedTiles(size, slots[size], unit, pair=in_pairs) for size in slots for unit in units]
+    for size, parts, pair in itertools.product(slots, (2, 4), {in_pairs, False}):
+        if steps % (2 * parts) == 0 and size % (parts * LEAST) == 0:
+            found.append(TurnedTiles(size, slots[size], None, parts, pair))
+    return min(found, key=cycles)
 
 
 @functools.partial(jax.jit, static_argnames=("shape", "transpose", "tiles"), inline=True)  # for calls one by one
@@ -120,9 +138,13 @@ def multiply_turned(x, codes, absmax, nested_absmax, offset, extra=None, *, shap
     """
     (rows, depth), dtype, staged = x.shape, x.dtype, tiles.staged
     width, stages = shape[1] if transpose else shape[0], tiles.stages
-    team = 2 if tiles.pair else 1
+    team, parts = 2 if tiles.pair else 1, tiles.parts
     packed_steps = depth // DEPTH
-    unit = tiles.unit or packed_steps
+    unit = max(packed_steps // parts, 1) if parts > 1 else tiles.unit or packed_steps
+    in_cluster = parts > 1 and not staged  # blocks send their parts; the interpreter has them left in memory
+    own_rows, piece_rows = tiles.rows // parts, min(PIECE, tiles.rows // parts)  # that a block writes, and at once
+    if own_rows % LEAST or (parts > 1 and stages < 4):
+        raise ValueError(f"{tiles.rows} rows in {parts} parts must be multiples of {LEAST}, {stages} stages at least 4")
     if rows % tiles.rows or depth % (DEPTH * unit) or unit % 2 or width % (team * WIDTH):
         raise ValueError(
             f"M={rows} must be a multiple of {tiles.rows}, the sum's length {depth} of {DEPTH * unit} and of "
@@ -131,8 +153,9 @@ def multiply_turned(x, codes, absmax, nested_absmax, offset, extra=None, *, shap
     more = extra or ()
     first_steps = more[0].shape[1] // DEPTH if more else 0  # of a tile: not packed
     steps, of_rows = first_steps + packed_steps, rows // tiles.rows
-    blocks = (tiles.blocks or _platform.multiprocessors()) // team
-    shares = Shares(of_rows * (width // (team * WIDTH)), packed_steps, unit, blocks)
+    items = of_rows * (width // (team * WIDTH))
+    blocks = items * parts if parts > 1 else (tiles.blocks or _platform.multiprocessors()) // team
+    shares = Shares(items, packed_steps, unit, blocks)
     pieces = shares.pieces
     weight_rows, weight_columns = tile_of_weight(transpose)
     form: dict[str, Any] = {"dtype": dtype, "transpose": transpose, "tables": tiles.tables, "staged": staged}
@@ -140,10 +163,12 @@ def multiply_turned(x, codes, absmax, nested_absmax, offset, extra=None, *, shap
     def kernel(refs, scratch):
         x_ref, codes_ref, *rest, parts_ref, out_ref = refs
         scales, more_refs = Scales(*rest[: len(Scales._fields)]), rest[len(Scales._fields) :]
-        x_smem, codes_smem, scales_smem, out_smem, staging, ready, free = scratch
+        x_smem, codes_smem, scales_smem, out_smem, staging, ready, free, all_done, all_sent = scratch
+        x_smem, *received = x_smem if in_cluster else (x_smem,)
         block, warpgroup = lax.axis_index("blocks"), lax.axis_index("warpgroup")
         member = lax.axis_index("pair") if tiles.pair else jnp.int32(0)
-        piece = pieces - 1 - block
+        part = lax.axis_index("part") if parts > 1 else jnp.int32(0)
+        piece = pieces - parts * (1 + block) + part
         begin, end = shares.start(piece), shares.start(piece + 1)
 
         def slot_of(number):
@@ -162,11 +187,9 @@ def multiply_turned(x, codes, absmax, nested_absmax, offset, extra=None, *, shap
         def _multiply():
             plgpu.set_max_registers(216, action="increase")
             values = code_values(scales)
-            flags = (
-                None
-                if staged or not shares.cut
-                else pl.get_global(plgpu.SemaphoreType.REGULAR((pieces, team, WARPGROUPS)))
-            )
+            flags = None
+            if shares.cut and parts == 1 and not staged:
+                flags = pl.get_global(plgpu.SemaphoreType.REGULAR((pieces, team, WARPGROUPS)))
 
             def leave(acc):
                 leave_part(acc, parts_ref.at[piece, member, warpgroup], staged=staged)
@@ -237,21 +260,26 @@ def multiply_turned(x, codes, absmax, nested_absmax, offset, extra=None, *, shap
 
                 def write(total):
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    for turn in range(tiles.rows // PIECE):
+                    for turn in range(own_rows // piece_rows):
                         slot = out_smem.at[warpgroup, turn]
-                        turned = total[:, turn * PIECE : (turn + 1) * PIECE].astype(dtype)
+                        turned = total[:, turn * piece_rows : (turn + 1) * piece_rows].astype(dtype)
                         if staged:
                             slot[...] = turned.T
                         else:
                             slot.transpose((1, 0))[...] = turned
                         plgpu.commit_smem()
-                        plgpu.copy_smem_to_gmem(slot, out_ref.at[pl.ds(row + turn * PIECE, PIECE), mine_of_width])
+                        mine_of_rows = pl.ds(row + part * own_rows + turn * piece_rows, piece_rows)
+                        plgpu.copy_smem_to_gmem(slot, out_ref.at[mine_of_rows, mine_of_width])
 
                 def add_and_write():
                     others = shares.piece_of((item + 1) * packed_steps - 1) - piece
                     write(lax.fori_loop(0, others, lambda i, acc: with_part(acc, piece + 1 + i), acc))
 
-                if shares.cut:
+                if parts > 1:
+                    memory = parts_ref.at[block, member, warpgroup] if staged else received[0].at[warpgroup]
+                    barriers = all_done, all_sent.at[warpgroup]
+                    write(sum_in_cluster(acc, part, parts, memory, *barriers, staged=staged))
+                elif shares.cut:
                     pl.when(k > 0)(lambda: leave(acc))
                     pl.when(k == 0)(add_and_write)
                 else:
@@ -341,20 +369,25 @@ def multiply_turned(x, codes, absmax, nested_absmax, offset, extra=None, *, shap
         free = plgpu.ClusterBarrier(collective_axes=("pair",), num_arrivals=WARPGROUPS, num_barriers=stages)
     else:
         free = plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages)
+    ring, one = tile(stages, tiles.rows, DEPTH), {"collective_axes": ("part",)}
     scratch_types = (
-        tile(stages, tiles.rows, DEPTH),
+        plgpu.RefUnion(ring, plgpu.SMEM((WARPGROUPS, parts, ROWS, own_rows), jnp.float32)) if in_cluster else ring,
         codes_memory(stages, transpose, staged=staged),
         scales_memory(stages, tables=form["tables"], staged=staged),
-        tile(WARPGROUPS, tiles.rows // PIECE, PIECE, ROWS),
+        tile(WARPGROUPS, own_rows // piece_rows, piece_rows, ROWS),
         tile(WARPGROUPS, ROWS, DEPTH) if staged else None,
         plgpu.Barrier(num_arrivals=2, num_barriers=stages),  # x's tile, and the weight's
         free,
+        plgpu.ClusterBarrier(num_arrivals=WARPGROUPS, **one) if parts > 1 else None,
+        plgpu.ClusterBarrier(num_barriers=WARPGROUPS, **one) if parts > 1 else None,
     )
     weight = codes.reshape(shape[0], shape[1] // 2), *kernel_scales(absmax, nested_absmax, offset)
-    parts = (pieces, team, WARPGROUPS, ROWS, tiles.rows) if shares.cut else (1,) * 5
-    out = jax.ShapeDtypeStruct(parts, jnp.float32), jax.ShapeDtypeStruct((rows, width), dtype)
-    cluster = {"pair": 2} if tiles.pair else None
-    return launch(kernel, scratch_types, x, *weight, *more, out_type=out, grid={"blocks": pieces}, cluster=cluster)[1]
+    left = (pieces // parts, team, WARPGROUPS, *((parts, parts) if parts > 1 else ()), ROWS, own_rows)
+    left = left if shares.cut and not in_cluster else (1,) * len(left)
+    out = jax.ShapeDtypeStruct(left, jnp.float32), jax.ShapeDtypeStruct((rows, width), dtype)
+    cluster = ({"pair": 2} if tiles.pair else {}) | ({"part": parts} if parts > 1 else {})
+    grid = {"blocks": pieces // parts}  # of clusters, where there are any
+    return launch(kernel, scratch_types, x, *weight, *more, out_type=out, grid=grid, cluster=cluster)[1]
 
 
 def in_use(operand) -> None:

@@ -1,8 +1,9 @@
 """The NF4 kernels for Hopper in the GPU interpreter, with race detection, and what lowers for the GPU.
 
 The interpreter runs no inline assembly: `staged=True` decodes by array operations instead. It runs clusters one after
-another, so that no flags stand for what one block waits for. The assembly itself is checked on the GPU by
-scripts/check_nf4.py.
+another, so that no flags stand for what one block waits for. Blocks of a cluster it runs at once and knows their
+barriers, but not each other's shared memory: there parts of a sum are left in memory. The assembly itself is checked
+on the GPU by scripts/check_nf4.py.
 """
 
 import math
@@ -149,6 +150,9 @@ def test_random_weights_of_real_models_are_accepted(hopper: None) -> None:
         ((384, 128), 64, 80, TurnedTiles(rows=64, pair=False, blocks=1, staged=True)),  # two steps and an adapter's two
         ((256, 1024), 100, 16, TurnedTiles(rows=64, blocks=6, staged=True)),  # tiles of two parts and of three
         ((512, 512), 128, 80, TurnedTiles(rows=64, unit=4, pair=False, blocks=3, staged=True)),
+        ((256, 512), 200, 16, TurnedTiles(rows=128, unit=None, parts=2, staged=True)),  # clusters of two by two
+        ((512, 512), 100, 80, TurnedTiles(rows=128, unit=None, parts=4, pair=False, staged=True)),
+        ((512, 256), 70, 0, TurnedTiles(rows=64, unit=None, parts=2, pair=False, staged=True)),  # eight clusters of two
     ],
 )
 def test_interpreted_products(
@@ -169,9 +173,10 @@ def test_interpreted_products(
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
         got = mosaic_gpu.fused(x, packed, shape, transpose=transpose, extra=extra, tiles=tiles)
         got = np.asarray(got, np.float64)
-    # It knows nothing of the flag between one block's part of a sum and another's reading it: blocks run one by one.
+    # It knows nothing of the flag between a cluster's part of a sum and another's reading it: clusters run one by one.
     races = capfd.readouterr().out.split("RACE DETECTED")[1:]
-    assert not [race for race in races if "(leave_part)" not in race or "(add_part)" not in race]
+    flags = isinstance(tiles, TurnedTiles) and tiles.parts == 1
+    assert not [race for race in races if not flags or "(leave_part)" not in race or "(add_part)" not in race]
     dense = np.asarray(dequantize(w), np.float64)
     want = np.asarray(x, np.float64) @ (dense if transpose else dense.T)
     want += np.asarray(low, np.float64) @ np.asarray(up if transpose else up.T, np.float64)
@@ -182,21 +187,23 @@ def test_interpreted_products(
 def test_turned_tiles_keep_the_multiprocessors_at_work() -> None:
     for rows, depth, width, tiles in (
         (512, 4096, 14336, TurnedTiles(unit=None)),  # two rounds of whole tiles: a cut takes longer than what it spares
-        (512, 14336, 4096, TurnedTiles(unit=112)),  # halves, for 64 of 66 clusters
+        (512, 14336, 4096, TurnedTiles(unit=None, parts=2, pair=False)),  # 64 clusters of two; of four, 31 fit
         (1024, 14336, 4096, TurnedTiles(unit=None)),
         (256, 14336, 4096, TurnedTiles(unit=56)),
+        (128, 14336, 4096, TurnedTiles(rows=128, stages=8, unit=56)),
+        (512, 13824, 5120, TurnedTiles()),  # 40 tiles, for which no number of parts fills the multiprocessors
         (100, 4096, 14336, TurnedTiles(rows=128, stages=8, unit=None)),
         (64, 4096, 14336, TurnedTiles(rows=64, stages=8, unit=None)),
         (64, 128, 256, TurnedTiles(rows=64, stages=8)),  # two steps, which cannot be parted
-        (2048, 4096, 896, TurnedTiles(rows=128, stages=8, unit=None, pair=False)),
+        (2048, 4096, 896, TurnedTiles(unit=None, parts=2, pair=False)),
     ):
         assert suitable_turned(rows, depth, width) == tiles, (rows, depth, width)
 
 
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("transpose", [False, True])
-@pytest.mark.parametrize("unit", [2, None])
-def test_the_turned_product_lowers(transpose: bool, unit: int | None) -> None:
+@pytest.mark.parametrize(("unit", "parts"), [(2, 1), (None, 1), (None, 2)])
+def test_the_turned_product_lowers(transpose: bool, unit: int | None, parts: int) -> None:
     w = random_weight(jax.random.key(0), (256, 256))
     x, low, up = (
         jnp.ones((70, 256), jnp.bfloat16),
@@ -207,15 +214,21 @@ def test_the_turned_product_lowers(transpose: bool, unit: int | None) -> None:
     packed = (w.codes, w.absmax, w.nested_absmax, w.offset)
 
     def product(x: jax.Array) -> jax.Array:
-        tiles = TurnedTiles(unit=unit)
+        tiles = TurnedTiles(unit=unit, parts=parts)
         return mosaic_gpu.fused(x, packed, w.shape, transpose=transpose, extra=extra, tiles=tiles)
 
     text = lowered(product, x)
     assert text.count("@mosaic_gpu_v2") == 1
     assert "stablehlo.dot_general" not in text  # the adapter's product is the kernel's too
-    for unit, reason in ((6, "the sum's length 256 of 384"), (1, "of 64 and of 128")):
+    for tiles, reason in (
+        (TurnedTiles(unit=6), "the sum's length 256 of 384"),
+        (TurnedTiles(unit=1), "of 64 and of 128"),
+        (TurnedTiles(parts=4), "of 64 and of 128"),
+        (TurnedTiles(rows=64, parts=4), "in 4 parts"),
+        (TurnedTiles(parts=2, stages=3), "3 stages at least 4"),
+    ):
         with pytest.raises(ValueError, match=reason):
-            mosaic_gpu.fused(x, packed, w.shape, transpose=transpose, tiles=TurnedTiles(unit=unit))
+            mosaic_gpu.fused(x, packed, w.shape, transpose=transpose, tiles=tiles)
 
 
 def test_shares_are_even_and_know_where_a_step_is() -> None:
