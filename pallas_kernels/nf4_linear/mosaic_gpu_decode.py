@@ -131,13 +131,7 @@ def multiply_scales(refs: Scales, value, factor, offset, *, staged: bool):
     return multiply_add(value, factor, offset)
 
 
-def tiled_layout(columns: int):
-    """Layout of a decoded tile for swizzled shared memory: thread by thread the same as WG_STRIDED; to 256 columns."""
-    warps, lanes = (THREADS * 8 // columns, columns), (WARP * 8 // columns, columns)
-    return plgpu.Layout.TILED(plgpu.Tiling((warps, lanes, (8,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
-
-
-def decode(codes, values, scales, *, dtype: DTypeLike, layout=None, staged: bool):
+def decode(codes, values, scales, *, dtype: DTypeLike, staged: bool):
     """The elements of a tile, `values[code] * scale` rounded once.
 
     Args:
@@ -145,7 +139,6 @@ def decode(codes, values, scales, *, dtype: DTypeLike, layout=None, staged: bool
         values: (128,) f32, from `code_values`.
         scales: (128,) f32, from `finish_scales`.
         dtype: bfloat16 or float16.
-        layout: of the result, `tiled_layout` or None for WG_STRIDED.
         staged: whether plain array operations do it.
 
     Returns:
@@ -156,7 +149,7 @@ def decode(codes, values, scales, *, dtype: DTypeLike, layout=None, staged: bool
         nibbles = jnp.stack([codes >> 4, codes & 15], -1).reshape(THREADS, BLOCK).astype(jnp.int32)
         by_block = jnp.zeros_like(scales).at[_block_of_thread()].set(scales)
         return (values[nibbles] * by_block[:, None]).astype(dtype).reshape(shape)
-    layout = layout or plgpu.Layout.WG_STRIDED(shape, vec_size=2 * VECTOR)
+    layout = plgpu.Layout.WG_STRIDED(shape, vec_size=2 * VECTOR)
 
     @plgpu.inline_mgpu(
         arg_types=(codes_layout(codes.shape[0]), EACH, EACH),
