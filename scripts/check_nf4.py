@@ -168,7 +168,6 @@ def products() -> Iterator[tuple[Any, tuple]]:
             yield check_products, (shape, rows, rank, TurnedTiles(rows=128, unit=unit, pair=pair))
     yield check_products, ((512, 1024), 300, 80, TurnedTiles(rows=64, stages=2, blocks=4))
     yield check_products, ((512, 1024), 300, 80, TurnedTiles(), False)
-    yield check_products, ((512, 1024), 300, 80, TurnedTiles(tables=False))
     for unit in (2, 4):  # forward, tiles of eight parts and of four
         yield check_products, ((256, 1024), 256, 16, TurnedTiles(unit=unit))
     for shape, rows, rank in itertools.product(LLAMA_8B, (1, 256, 512, 2048), (0, 16)):

@@ -34,7 +34,6 @@ from pallas_kernels.nf4_linear.mosaic_gpu_turned import LEAST, suitable_turned
 
 CHANGES: dict[str, dict[str, Any]] = {
     "turned": {},
-    "by shuffles": {"tables": False},
     "whole tiles": {"unit": None, "parts": 1},
     "alone": {"pair": False},
     "128 rows": {"rows": 128, "stages": 8},

@@ -3,16 +3,14 @@
 The operand of 64 rows by 64 of the sum gives a thread, of 8 neighbours along the sum, two in each of two rows: bytes of
 its codes lie far apart in the weight. So another warpgroup loads codes with wide loads, brings together what a thread
 needs (4 bytes in a word, by permutations of bytes) and leaves the words in shared memory, where a warp's 32 stand side
-by side. Then a nibble costs one shift, one shuffle that looks its value up, one multiplication and half a conversion.
+by side, and for each block a table of products in place of its scale (mosaic_gpu_tables.py).
 
 Where the sum runs along I (`x @ W.T`), a tile is 128 rows of the weight by 64 columns, and each row has one scale.
 Where it runs along O (`dy @ W`), it is 64 by 128: the operand's rows are the weight's columns, and each step along the
 sum has a scale of its own, in both operands.
 
-With `tables` the loading warpgroup leaves a table of products for each block in place of its scale
-(mosaic_gpu_tables.py), and no shuffle is needed.
-
-The interpreter runs no inline assembly: with `staged`, codes stay as they are and plain array operations decode.
+The interpreter runs no inline assembly: with `staged`, codes and scales stay as they are and plain array operations
+decode.
 """
 
 import itertools
@@ -33,8 +31,6 @@ from pallas_kernels.nf4_linear.mosaic_gpu_decode import (
     WARP,
     element,
     i32,
-    scaled_pair,
-    shuffle,
     threads,
     use,
     word,
@@ -80,11 +76,9 @@ def codes_memory(stages: int, transpose: bool, *, staged: bool):
     return plgpu.SMEM((stages, WORDS), jnp.int32)
 
 
-def scales_memory(stages: int, *, tables: bool, staged: bool):
-    """Shared memory for so many tiles' scales, or tables of products."""
-    if tables and not staged:
-        return plgpu.SMEM((stages, SCALES * TABLE), jnp.int32)
-    return plgpu.SMEM((stages, SCALES), jnp.float32)
+def scales_memory(stages: int, *, staged: bool):
+    """Shared memory for so many tiles' tables of products, or with `staged` their scales."""
+    return plgpu.SMEM((stages, SCALES), jnp.float32) if staged else plgpu.SMEM((stages, SCALES * TABLE), jnp.int32)
 
 
 def block_of_thread(stride: int, transpose: bool):
@@ -131,19 +125,16 @@ def arrived(codes, scales, *, transpose: bool, staged: bool):
     return run(*codes, *scales)
 
 
-def store_tile(
-    codes, scales, codes_ref, scales_ref, *, dtype: DTypeLike, transpose: bool, tables: bool, staged: bool
-) -> None:
-    """Leaves a tile's codes and scales in shared memory, for `decode_operand`.
+def store_tile(codes, scales, codes_ref, scales_ref, *, dtype: DTypeLike, transpose: bool, staged: bool) -> None:
+    """Leaves a tile's codes and tables of products in shared memory, for `decode_operand`.
 
     Args:
         codes: of `arrived`.
-        scales: (SCALES,) f32, those of each thread's `block_of_thread`; left by columns of blocks.
+        scales: (SCALES,) f32, those of each thread's `block_of_thread`; left by columns of blocks with `staged`.
         codes_ref: a slot of `codes_memory`.
         scales_ref: a slot of `scales_memory`.
         dtype: of the decoded weight.
         transpose: whether the sum runs along O.
-        tables: whether products are left in place of scales.
         staged: whether array operations decode.
     """
     if staged:
@@ -158,11 +149,7 @@ def store_tile(
         thread = arith.remui(utils.thread_idx(), i32(THREADS))
         words = [vector.extract(register, [], [0]) for register in codes.registers.flat]
         place(words, utils.memref_ptr(codes_ref), thread)
-        pointer, scale = utils.memref_ptr(scales_ref), element(scales)
-        if not tables:
-            store(pointer, _scale_along_o(thread) if transpose else thread, scale)
-            return
-        table = table_of(scale, jnp.dtype(dtype))
+        pointer, table = utils.memref_ptr(scales_ref), table_of(element(scales), jnp.dtype(dtype))
         if transpose:
             _store_table_along_o(table, pointer, thread)
             return
@@ -180,7 +167,6 @@ def decode_operand(
     *,
     dtype: DTypeLike,
     transpose: bool,
-    tables: bool,
     staged: bool,
 ):
     """A warpgroup's operand (ROWS, DEPTH) of a tile: `values[code] * scale` rounded once.
@@ -188,11 +174,10 @@ def decode_operand(
     Args:
         codes_ref: a slot of `codes_memory`, as `store_tile` left it.
         scales_ref: likewise.
-        values: (128,) f32, from `code_values`.
+        values: (128,) f32, from `code_values`; used with `staged`, else products come from the tables.
         warpgroup: its number, 0 or 1.
         dtype: bfloat16 or float16.
         transpose: whether the sum runs along O.
-        tables: as for `store_tile`.
         staged: whether plain array operations do it.
     """
     dtype = jnp.dtype(dtype)
@@ -201,42 +186,22 @@ def decode_operand(
     layout = plgpu.Layout.WGMMA
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), plgpu.RefType(), EACH),
+        arg_types=(plgpu.RefType(), plgpu.RefType()),
         return_type=plgpu.ShapeDtypeStruct((ROWS, DEPTH), dtype, layout),
     )
-    def look_up(_, codes_ref, scales_ref, values):
-        values, thread = element(values), utils.thread_idx()
-        codes, scales = (utils.memref_ptr(ref) for ref in (codes_ref, scales_ref))
+    def look_up(_, codes_ref, scales_ref):
+        codes, tables = (utils.memref_ptr(ref) for ref in (codes_ref, scales_ref))
         registers = np.empty(layout.to_mgpu().registers_shape((ROWS, DEPTH)), dtype=object)
-        if tables:
-            by_tables = fragment_along_o_by_tables if transpose else fragment_along_i_by_tables
-            registers.flat = by_tables(codes, scales, thread, dtype)
-        else:
-            fragment = fragment_along_o if transpose else fragment_along_i
-            registers.flat = fragment(codes, scales, thread, values, dtype)
+        fragment = fragment_along_o if transpose else fragment_along_i
+        registers.flat = fragment(codes, tables, utils.thread_idx(), dtype)
         array = mgpu.FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=None)
         return fragmented_array.optimization_barrier(array)  # before whatever waits for the products in flight
 
-    return look_up(codes_ref, scales_ref, values)
+    return look_up(codes_ref, scales_ref)
 
 
-def fragment_along_i(codes, scales, thread, values, dtype) -> list:
+def fragment_along_i(codes, tables, thread, dtype) -> list:
     """A thread's registers of the operand, 8 neighbours of the sum after each other, of each row r and row r + 8."""
-    warp, lane, row = _thread(thread)
-    first = [load(scales, arith.addi(row, i32(half * 8)), ir.F32Type.get()) for half in range(2)]
-    found: dict = {}
-    for half in range(2):
-        for chunk in range(2):
-            code = load(codes, _along_i(warp, half, chunk, lane), word())
-            number = _numbers(values, code)
-            for byte in range(4):
-                two = number[2 * byte + 1], number[2 * byte]
-                found[4 * chunk + byte, half] = scaled_pair(two, (first[half],) * 2, dtype)
-    return [found[eight, half] for eight in range(8) for half in range(2)]
-
-
-def fragment_along_i_by_tables(codes, tables, thread, dtype) -> list:
-    """Likewise, by tables in place of scales."""
     warp, lane, row = _thread(thread)
     four = ir.VectorType.get((4,), word())
     found: list = [None] * 16
@@ -249,24 +214,8 @@ def fragment_along_i_by_tables(codes, tables, thread, dtype) -> list:
     return found
 
 
-def fragment_along_o(codes, scales, thread, values, dtype) -> list:
+def fragment_along_o(codes, tables, thread, dtype) -> list:
     """Likewise where the sum runs along the weight's rows: the nibbles of a byte are of rows r and r + 8."""
-    warp, lane, _ = _thread(thread)
-    of_fragment = arith.muli(arith.divui(thread, i32(THREADS)), i32(ROWS))
-    mine = arith.addi(of_fragment, arith.muli(arith.remui(thread, i32(4)), i32(2)))
-    two = ir.VectorType.get((2,), ir.F32Type.get())
-    found = []
-    for sixteen in range(4):
-        number = _numbers(values, load(codes, _along_o(warp, sixteen, lane), word()))
-        for eight in range(2):
-            both = load(scales, arith.addi(mine, i32(16 * sixteen + 8 * eight)), two)
-            scale = vector.extract(both, [], [0]), vector.extract(both, [], [1])
-            found += [scaled_pair((number[at], number[at + 2]), scale, dtype) for at in (4 * eight + 1, 4 * eight)]
-    return found
-
-
-def fragment_along_o_by_tables(codes, tables, thread, dtype) -> list:
-    """Likewise, by tables in place of scales."""
     warp, lane, _ = _thread(thread)
     mine = times(arith.remui(thread, i32(4)), 4 * TABLE * 0x01010101)
     of_fragment = times(arith.divui(thread, i32(THREADS)), 4 * TABLE * ROWS)
@@ -326,11 +275,6 @@ def _along_o(warp, sixteen, lane):
     return total(times(plane, WARP), arith.xori(total(lane), times(warp, 4)))
 
 
-def _numbers(values, code) -> list:
-    """The f32 values of the eight nibbles of a word of codes, the lowest first."""
-    return [shuffle(values, arith.shrui(code, i32(4 * n)) if n else code, lanes=16) for n in range(8)]
-
-
 def _decode_staged(codes_ref, scales_ref, values, warpgroup, dtype, transpose: bool):
     codes = codes_ref[...]
     tile = values[jnp.stack([codes >> 4, codes & 15], -1).reshape(codes.shape[0], -1).astype(jnp.int32)]
@@ -344,13 +288,6 @@ def _thread(thread):
     """Of a thread of the multiplying warpgroups: its warp, its lane and its first row of the tile."""
     warp, lane = arith.divui(thread, i32(WARP)), arith.remui(thread, i32(WARP))
     return warp, lane, arith.addi(arith.muli(warp, i32(16)), arith.divui(lane, i32(4)))
-
-
-def _scale_along_o(thread):
-    """Where a thread of the loading warpgroup leaves its scale: by columns of blocks, of each the rows in order."""
-    eight, pair = arith.divui(thread, i32(16)), arith.remui(arith.divui(thread, i32(2)), i32(4))
-    row = total(times(eight, 8), times(pair, 2), arith.remui(arith.divui(thread, i32(8)), i32(2)))
-    return total(row, times(arith.remui(thread, i32(FRAGMENTS)), ROWS))
 
 
 def _store_table_along_o(table: list, pointer, thread) -> None:

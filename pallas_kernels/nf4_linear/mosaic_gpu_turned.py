@@ -68,7 +68,6 @@ class TurnedTiles:
         parts: equal runs of a tile's steps, each in another block of a cluster, which has this tile only; 1, 2 or 4.
             There are stages enough for what blocks send each other, and `unit` does not count.
         pair: whether the blocks of a cluster of two take neighbouring columns and share x's tiles.
-        tables: whether weights are decoded by tables of products, not by shuffles.
         blocks: that share the work; None for as many as the GPU has multiprocessors.
         staged: whether operands go through shared memory and array operations decode, for the interpreter.
     """
@@ -78,7 +77,6 @@ class TurnedTiles:
     unit: int | None = 2
     parts: int = 1
     pair: bool = True
-    tables: bool = True
     blocks: int | None = None
     staged: bool = False
 
@@ -158,7 +156,7 @@ def multiply_turned(x, codes, absmax, nested_absmax, offset, extra=None, *, shap
     shares = Shares(items, packed_steps, unit, blocks)
     pieces = shares.pieces
     weight_rows, weight_columns = tile_of_weight(transpose)
-    form: dict[str, Any] = {"dtype": dtype, "transpose": transpose, "tables": tiles.tables, "staged": staged}
+    form: dict[str, Any] = {"dtype": dtype, "transpose": transpose, "staged": staged}
 
     def kernel(refs, scratch):
         x_ref, codes_ref, *rest, parts_ref, out_ref = refs
@@ -373,7 +371,7 @@ def multiply_turned(x, codes, absmax, nested_absmax, offset, extra=None, *, shap
     scratch_types = (
         plgpu.RefUnion(ring, plgpu.SMEM((WARPGROUPS, parts, ROWS, own_rows), jnp.float32)) if in_cluster else ring,
         codes_memory(stages, transpose, staged=staged),
-        scales_memory(stages, tables=form["tables"], staged=staged),
+        scales_memory(stages, staged=staged),
         tile(WARPGROUPS, own_rows // piece_rows, piece_rows, ROWS),
         tile(WARPGROUPS, ROWS, DEPTH) if staged else None,
         plgpu.Barrier(num_arrivals=2, num_barriers=stages),  # x's tile, and the weight's
