@@ -1,8 +1,8 @@
 """Measure an operation against its peers: `python -m pallas_kernels.bench OP [CASE ...] [--tiny] [--out [FILE]]`.
 
 Prints one JSON object a line. Every implementation that accepts the case is compared with every other and with the
-peers in the operation's cases.py, all timed in this run on random data, warm, median of many. What is short
-or measured in bytes is timed by the GPU's own clock, as the host's part of a call may be longer. A ratio above 1 means
+peers in the operation's cases.py, all timed in this run on random data, warm, median of many. What is short or
+measured in bytes is timed by the GPU's own clock, as the host's part of a call may be longer. A ratio above 1 means
 that the implementation is better than the peer. Refusals go to the error stream.
 """
 

@@ -13,7 +13,7 @@ from gymjax.config.sections import (
     TrainConfig,
     flat,
 )
-from gymjax.config.show import describe, differences, to_yaml
+from gymjax.config.show import describe, differences, texts, to_yaml
 from gymjax.config.source import ConfigError
 
 __all__ = [
@@ -34,5 +34,6 @@ __all__ = [
     "flat",
     "from_dict",
     "load",
+    "texts",
     "to_yaml",
 ]

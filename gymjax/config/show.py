@@ -41,6 +41,11 @@ def differences(config: Config) -> dict[str, tuple[Any, Any]]:
     }
 
 
+def texts(config: Config) -> dict[str, str]:
+    """All keys' values as a configuration file would have them, to be kept and compared."""
+    return {key: text(value) for key, value in flat(config).items()}
+
+
 def describe(config: Config) -> str:
     """Write what a person wants to see before a run: the values that are not defaults, and the notes."""
     changed = differences(config)

@@ -145,9 +145,14 @@ class Loader:
         self._lengths = [int(lengths[documents].sum()) for documents in self.bins]
 
     @property
+    def rows_per_step(self) -> int:
+        """Rows of an update, of all its accumulated batches."""
+        return self.rows * self.accumulation
+
+    @property
     def steps_per_epoch(self) -> int:
         """Steps that visit every row once."""
-        return -(-len(self.bins) // (self.rows * self.accumulation))
+        return -(-len(self.bins) // self.rows_per_step)
 
     def __iter__(self) -> Iterator[tuple[Batch, list[str]]]:
         """Yield the batches of epoch 0, for evaluation."""
@@ -161,8 +166,7 @@ class Loader:
         """
         epoch, within = divmod(step, self.steps_per_epoch)
         order = _epoch_order(self.seed, epoch, len(self.bins), self.shuffle)
-        per_step = self.rows * self.accumulation
-        rows = order[within * per_step : (within + 1) * per_step]
+        rows = order[within * self.rows_per_step : (within + 1) * self.rows_per_step]
         chosen = [self.bins[row] for row in rows]
         longest = max(self._lengths[row] for row in rows)
         width = min(bucket for bucket in self.buckets if bucket >= longest)
@@ -171,7 +175,7 @@ class Loader:
         for row, documents in enumerate(chosen):
             self._fill(batch, divmod(row, self.rows), documents)
         sources = ["; ".join(self.dataset.sources[index] for index in documents) for documents in chosen]
-        return batch, sources + [""] * (per_step - len(chosen))
+        return batch, sources + [""] * (self.rows_per_step - len(chosen))
 
     def _fill(self, batch: Batch, row: tuple[int, int], documents: list[int]) -> None:
         start = 0

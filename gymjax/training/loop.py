@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gymjax.checkpoint.train_state import Checkpoints
-from gymjax.config import TrainConfig, flat
-from gymjax.config.coerce import text
+from gymjax.config import TrainConfig, texts
 from gymjax.optim.build import schedule
 from gymjax.training.compile import Program, compile_program, describe_program, jit_step
 from gymjax.training.evaluate import eval_step, run_evaluation
@@ -166,8 +165,8 @@ def save_checkpoint(
         "log_history": log.history,
         "progress": progress.saved(),
         "data": run.fingerprint,
-        "config": {key: text(value) for key, value in flat(run.config).items()},
-        "rows_per_step": run.loader.rows * run.loader.accumulation,
+        "config": texts(run.config),
+        "rows_per_step": run.loader.rows_per_step,
         "adapter_start": None if run.adapter_start is None else run.adapter_start.describe(),
         "best_metric": progress.best.loss if progress.best.step else None,
         "best_global_step": progress.best.step or None,

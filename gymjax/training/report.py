@@ -65,7 +65,7 @@ def before_training(run: Run, state: TrainState) -> list[str]:
     """Lines to print before the first step."""
     train = run.config.train
     every, trained = parameter_counts(run, state)
-    rows = run.loader.rows * run.loader.accumulation
+    rows = run.loader.rows_per_step
     return [
         *run.prepared.report.lines(),
         f"model: {run.source}, {run.cfg.layers} layers, {every:,} parameters, {trained:,} trained"

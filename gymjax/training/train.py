@@ -13,8 +13,7 @@ import jax
 
 from gymjax.checkpoint.adapter_base import RESIDUAL
 from gymjax.checkpoint.train_state import Checkpoints
-from gymjax.config import Config, check_output_dir, check_trainable, describe, flat
-from gymjax.config.coerce import text
+from gymjax.config import Config, check_output_dir, check_trainable, describe, texts
 from gymjax.models.decoder import Decoder
 from gymjax.training.compile import describe_program, use_compile_cache
 from gymjax.training.inputs import open_inputs, planned_steps
@@ -183,12 +182,12 @@ def _changes(run: Run, folder: Path, meta: Mapping[str, Any]) -> list[str]:
     Raises:
         ValueError: rows would be left out or repeated, or the adapter would jump.
     """
-    saved, now = meta.get("config", {}), {key: text(value) for key, value in flat(run.config).items()}
+    saved, now = meta.get("config", {}), texts(run.config)
     changed = [key for key in now if key not in _OF_THE_START and saved.get(key, now[key]) != now[key]]
     wrong = [f"{key}: {saved[key]}, not {now[key]}" for key in changed if key in _FIXED]
     if run.loader.packing and "cutoff_len" in changed:
         wrong.append(f"cutoff_len: {saved['cutoff_len']}, not {now['cutoff_len']}, with packing")
-    rows = run.loader.rows * run.loader.accumulation
+    rows = run.loader.rows_per_step
     before = meta.get("rows_per_step", rows)
     if rows != before:
         wrong.append(
@@ -210,7 +209,7 @@ def _restore_best(run: Run, state: TrainState, progress: Progress, checkpoints: 
 
 def _summary(run: Run, progress: Progress, history: list[dict], steps: int, seconds: float) -> dict[str, float]:
     """Entries of all_results.json, in transformers' names."""
-    rows = run.loader.rows * run.loader.accumulation
+    rows = run.loader.rows_per_step
     losses = [entry["loss"] for entry in history if "loss" in entry]
     evaluations = [entry for entry in history if "eval_loss" in entry]
     metrics = {

@@ -11,8 +11,8 @@ which the GPU starts earlier.
 
 Blocks of one cluster need no flags: where the pieces of a cluster are equal parts of one tile, each block owns as many
 columns of its sum as the others, sends them theirs straight into their shared memory, and adds to its own what they
-have sent, in an order that is the same in every run. So all of them add and store alike. Two barriers of the cluster,
-the caller's business, tell that the memory is free everywhere and that everything has been sent.
+have sent, in an order that is the same in every run. So all of them add and store alike. Two barriers of the cluster
+tell that the memory is free everywhere and that everything has been sent.
 """
 
 import dataclasses
