@@ -54,6 +54,13 @@ def tokamax_ragged_dot(x, w, group_sizes):
         raise NotImplementedError(f"tokamax: {error}") from error
 
 
+def liger_in_jax(x, scale, *, eps):
+    """Liger's forward kernel for short rows."""
+    from bench_liger import rms_norm
+
+    return rms_norm(x, scale, eps=eps)
+
+
 def copy_rate() -> dict[str, float]:
     """GB/s of adding 1 to 1 GiB, as a peer of operations that are measured in GB/s."""
     import jax
@@ -70,6 +77,9 @@ def copy_rate() -> dict[str, float]:
 OURS = {"flash_attention": ("mosaic_gpu", "cudnn"), "grouped_matmul": ("mosaic_gpu", "xla")}
 """What is timed of ours where not all is worth its time."""
 
+NEEDED = {"tokamax": ("tokamax",), "liger_in_jax": ("jax_triton", "liger_kernel", "torch")}
+"""Packages of JAX's peers."""
+
 LARGE = 40 * 2**30  # bytes: ragged_dot's gradient needs two copies of the wider side for each expert
 
 
@@ -81,14 +91,18 @@ def peers_of(op: str, case, module) -> dict[str, Any]:
     peers = dict(module.PEERS)
     if op == "flash_attention":
         peers = {"tokamax": Peer(tokamax_attention)}
+    if op == "rms_norm" and not case.wrt:
+        peers["liger_in_jax"] = Peer(liger_in_jax, lambda x, scale: (x, scale.astype(x.dtype)))
     if op == "grouped_matmul":  # without the one that takes E times the work and memory
         x, w, *_ = bench.shapes_of(case)[0]
         peers = {"tokamax": Peer(tokamax_ragged_dot, module.swapped)}
         if 4 * x.shape[0] * w.shape[0] * max(w.shape[1:]) <= LARGE:
             peers["ragged_dot"] = module.PEERS["ragged_dot"]
-    if "tokamax" in peers and importlib.util.find_spec("tokamax") is None:
-        print("tokamax is not installed and not timed", file=sys.stderr)
-        del peers["tokamax"]
+    for peer, needed in NEEDED.items():
+        missing = [package for package in needed if importlib.util.find_spec(package) is None]
+        if peer in peers and missing:
+            print(f"{peer} is not timed: {', '.join(missing)} not installed", file=sys.stderr)
+            del peers[peer]
     return peers
 
 

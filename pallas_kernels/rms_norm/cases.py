@@ -9,14 +9,14 @@ from pallas_kernels._case import Case, Peer
 METRIC = "gbps"
 
 
-def _case(name: str, rows: int, width: int, *, frozen: bool = False) -> Case:
+def _case(name: str, rows: int, width: int, *, frozen: bool = False, gradient: bool = True) -> Case:
     def args(key: Array) -> tuple[tuple[Array, ...], dict[str, object]]:
         x_key, scale_key = jax.random.split(key)
         x = jax.random.normal(x_key, (rows, width), jnp.bfloat16)
         return (x, 1 + 0.1 * jax.random.normal(scale_key, (width,), jnp.float32)), {"eps": 1e-5}
 
     size = 2 * rows * width
-    wrt = (0,) if frozen else (0, 1)
+    wrt = ((0,) if frozen else (0, 1)) if gradient else ()
     return Case(name, args, 4 * rows * width, 2 * size, 12 * rows * width, 5 * size, wrt=wrt)
 
 
@@ -46,6 +46,8 @@ CASES = (
     _case("M16384-D3584", 16384, 3584),
     _case("M131072-D128", 131072, 128),
     _case("M524288-D128", 524288, 128),
+    _case("M131072-D128-forward", 131072, 128, gradient=False),
+    _case("M524288-D128-forward", 524288, 128, gradient=False),
     _added("M8192-D4096-added", 8192, 4096),
 )
 
