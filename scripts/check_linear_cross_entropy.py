@@ -1,16 +1,15 @@
-"""Checks the Hopper kernel of the linear cross-entropy on a GPU against float64.
+"""Checks the Hopper kernels of the linear cross-entropy on a GPU against float64.
 
 Usage: python scripts/check_linear_cross_entropy.py     (exit status 1 where a check fails)
 
-The kernel alone, on vocabularies of real models and with every option: log-sum-exp and gradient of rows that are
-random, of equal logits, with one huge logit, ignored. Then the whole loss beside a dense bf16 head's: the loss may be
-off by 1e-6 of itself, a gradient by 1.05 times what the dense one's is; the same bits must come twice.
+The whole loss beside a dense bf16 head's: the loss may be off by 1e-6 of itself, a gradient by 1.05 times what the
+dense one's is. The head's product that gives exponentials alone, on vocabularies of real models, with references far
+from the logits. The same bits must come twice.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import sys
 import traceback
 from collections.abc import Callable
@@ -25,68 +24,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from pallas_kernels.grouped_matmul.mosaic_gpu_tiles import Tiles as ProductTiles
 from pallas_kernels.linear_cross_entropy import linear_cross_entropy
-from pallas_kernels.linear_cross_entropy.mosaic_gpu import (
-    LABEL,
-    LOG2E,
-    TOP,
-    TOTAL,
-    Form,
-    gradient,
-    statistics,
-    statistics_and_gradient,
-)
 from pallas_kernels.linear_cross_entropy.mosaic_gpu_exponentials import exponentials
 
-VOCABULARIES = (128256, 151936, 262144, 512)
-FORMS = (Form(), Form(scale=0.5, softcap=30.0, smoothing=0.1, z_loss=1e-4))
-ROWS = 7
-
-
-def oracle(products: np.ndarray, labels: np.ndarray, factor: np.ndarray, form: Form) -> tuple[np.ndarray, ...]:
-    """Log-sum-exp, the gradient by the products over the scale, and the size of its terms, in float64."""
-    z = products.astype(np.float64) * form.scale
-    slope = np.ones_like(z)
-    if form.softcap is not None:
-        slope = np.cosh(z / form.softcap) ** -2.0
-        z = form.softcap * np.tanh(z / form.softcap)
-    top = z.max(-1, keepdims=True)
-    lse = top + np.log(np.exp(z - top).sum(-1, keepdims=True))
-    target = np.full(z.shape, form.smoothing / z.shape[-1])
-    target[np.arange(len(z)), labels] += 1 - form.smoothing
-    probs = np.exp(z - lse) * (1 + 2 * form.z_loss * lse)
-    return lse[:, 0], (probs - target) * slope * factor[:, None], (probs + target) * np.abs(factor)[:, None]
-
-
-def check_kernel(vocabulary: int, dtype: str, form: Form) -> tuple[str, bool]:
-    """All three forms of the kernel on rows of several kinds."""
-    rng = np.random.default_rng(vocabulary)
-    products = (3 * rng.standard_normal((ROWS, vocabulary))).astype(np.float32)
-    labels = rng.integers(0, vocabulary, ROWS).astype(np.int32)
-    products[1] = 2.5
-    products[2, vocabulary - 1] = 1e4
-    products[3, labels[3]] = 60
-    labels[4], labels[5] = 0, vocabulary - 1
-    factor = rng.standard_normal(ROWS).astype(np.float32)
-    factor[0] = 0
-    lse64, want, terms = oracle(products, labels, factor, form)
-    room = jnp.full((2, ROWS, vocabulary), 3, dtype)
-    told, filled = jax.jit(functools.partial(statistics_and_gradient, form=form))(products, labels, factor, room, 1)
-    again = jax.jit(functools.partial(statistics, form=form))(products, labels)
-    known = jax.jit(functools.partial(gradient, form=form))(products, labels, factor, lse64.astype(np.float32), room, 1)
-    numbers = np.asarray(told, np.float64)
-    lse = numbers[TOP] * form.unit / LOG2E + np.log(numbers[TOTAL])
-    off = float(np.max(np.abs(lse - lse64) / np.maximum(1, np.abs(lse64))))
-    rounding = float(jnp.finfo(dtype).eps) / 2
-    # half a unit in the last place of the result, f16's smallest step, and on each term what f32 is off in a logit of
-    # about 20, a few 1e-6; tanh by an exponential adds as much as that for a bound of 30
-    close = rounding * np.abs(want) * 1.02 + (6e-8 if dtype == "float16" else 0) + 1e-37
-    close += (4e-6 if form.softcap is None else 2e-5) * terms
-    worst = max(float(np.max(np.abs(np.asarray(got[1], np.float64) - want) / close)) for got in (filled, known))
-    rest = bool((np.asarray(filled[0]) == 3).all() and (np.asarray(filled[1, 0]) == 0).all())
-    same = bool((np.asarray(told) == np.asarray(again)).all())
-    label = bool((np.asarray(told[LABEL]) == products[np.arange(ROWS), labels]).all())
-    text = f"lse off {off:.1e}, gradient {worst:.2f} of what rounding allows, zeros and room {rest}, same twice {same}"
-    return f"{text}, label {label}", off < 1e-6 and worst <= 1 and rest and same and label
+VOCABULARIES = (128256, 151936, 32064)
 
 
 def check_exponentials(vocabulary: int, pair: bool) -> tuple[str, bool]:
@@ -191,15 +131,7 @@ def main() -> int:
     }
     checks |= {
         f"exponentials V{vocabulary}": functools.partial(check_exponentials, vocabulary, False)
-        for vocabulary in VOCABULARIES[:2]
-    }
-    checks |= {
-        f"kernel V{vocabulary} {dtype} {'options' if form.softcap else 'plain'}": functools.partial(
-            check_kernel, vocabulary, dtype, form
-        )
-        for vocabulary, (dtype, form) in itertools.product(
-            VOCABULARIES, (("bfloat16", FORMS[0]), ("float16", FORMS[1]))
-        )
+        for vocabulary in VOCABULARIES
     }
     checks["exponentials V128256, pair"] = functools.partial(check_exponentials, 128256, True)
     failed = 0

@@ -31,7 +31,6 @@ from offline_h200 import mosaic_environment, tools
 from pallas_kernels.flash_attention import mosaic_gpu
 from pallas_kernels.grouped_matmul import mosaic_gpu as grouped
 from pallas_kernels.grouped_matmul.mosaic_gpu_tiles import Tiles
-from pallas_kernels.linear_cross_entropy import mosaic_gpu as loss
 from pallas_kernels.linear_cross_entropy.mosaic_gpu_codes import gradients
 from pallas_kernels.linear_cross_entropy.mosaic_gpu_exponentials import exponentials
 from pallas_kernels.lora_linear import mosaic_gpu as narrow
@@ -266,20 +265,7 @@ def rope_kernels():
 
 
 def loss_kernels():
-    """Likewise of the loss' passes over logits: one or the other, and both, plain and with all options."""
-    for vocabulary in (128256, 151936):
-        products, room = (
-            jax.ShapeDtypeStruct(shape, dtype)
-            for shape, dtype in (((512, vocabulary), jnp.float32), ((1, 512, vocabulary), jnp.bfloat16))
-        )
-        labels, each = (jax.ShapeDtypeStruct((512,), dtype) for dtype in (jnp.int32, jnp.float32))
-        for name, form in (("", loss.Form()), ("-options", loss.Form(0.5, 30.0, 0.1, 1e-4))):
-            name = f"loss-V{vocabulary}{name}"
-            yield [f"{name}-forward"], functools.partial(loss.statistics, form=form), (products, labels), 0
-            both = functools.partial(loss.statistics_and_gradient, index=0, form=form)
-            yield [f"{name}-both"], both, (products, labels, each, room), 0
-            known = functools.partial(loss.gradient, index=0, form=form)
-            yield [f"{name}-backward"], known, (products, labels, each, each, room), 0
+    """Likewise of the head's product that gives exponentials or codes, and of codes that become gradients."""
     for width, vocabulary in ((4096, 128256), (896, 151936)):
         x, head = (jax.ShapeDtypeStruct((rows, width), jnp.bfloat16) for rows in (1024, vocabulary))
         labels, reference = (jax.ShapeDtypeStruct((1024,), dtype) for dtype in (jnp.int32, jnp.float32))

@@ -68,9 +68,21 @@ def cell(value: object) -> str:
 
 
 def telling(rows: list[dict]) -> list[dict]:
-    """Return what a reader compares: ours against the strongest peers, plain XLA only where no other was timed."""
+    """Return what a reader compares: ours against the strongest peers, plain XLA only where no other was timed.
+
+    Other forms of ours, which come and go, count where the newest run of a case has them.
+    """
     ours = {row["bench"] for row in rows if row["implementation"] in OURS}
     rows = [row for row in rows if row["implementation"] in OURS or row["bench"] not in ours]
+    newest: dict[tuple[str, ...], str] = {}
+    for row in rows:
+        key = tuple(row[name] for name in CASE)
+        newest[key] = max(newest.get(key, ""), str(row["time"]))
+    rows = [
+        row
+        for row in rows
+        if not row["peer"].startswith(OURS) or str(row["time"]) == newest[tuple(row[name] for name in CASE)]
+    ]
     strong = {tuple(row[name] for name in CASE) for row in rows if row["peer"] not in PLAIN}
     return [row for row in rows if row["peer"] not in PLAIN or tuple(row[name] for name in CASE) not in strong]
 

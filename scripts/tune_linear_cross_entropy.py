@@ -1,10 +1,8 @@
 """Times the linear cross-entropy: its Hopper kernels, then loss and gradients in several chunks, and their memory.
 
 Usage: python scripts/tune_linear_cross_entropy.py [--batch 4x2048] [--width 4096] [--vocabulary 128256] [--top 8]
-           [--passes]
 
-The kernels alone: TFLOP/s of the head's product that gives exponentials, beside XLA's that gives bf16 or f32 logits;
-microseconds of both passes over a chunk's logits, and GB/s of what they must move, 4 bytes read and 2 written a logit.
+The kernels alone: TFLOP/s of the head's product that gives exponentials, beside XLA's that gives bf16 or f32 logits.
 The loss, with a frozen and with a trained head: milliseconds of loss and gradients (bars: 0.65 of the trained form that
 holds all logits for a frozen head, 1.00 for a trained one), and GiB beside arguments and results (bars: 0.5, and 0.5
 beyond the f32 gradient of a trained head). What fails is named, and the rest is timed all the same.
@@ -30,7 +28,7 @@ from pallas_kernels.bench import median_seconds
 from pallas_kernels.grouped_matmul import mosaic_gpu_tiles as product
 from pallas_kernels.linear_cross_entropy import linear_cross_entropy
 from pallas_kernels.linear_cross_entropy.cases import PEERS
-from pallas_kernels.linear_cross_entropy.mosaic_gpu import Form, Tiles, refuses, statistics_and_gradient
+from pallas_kernels.linear_cross_entropy.mosaic_gpu import refuses
 from pallas_kernels.linear_cross_entropy.mosaic_gpu_codes import gradients
 from pallas_kernels.linear_cross_entropy.mosaic_gpu_exponentials import exponentials
 
@@ -52,7 +50,6 @@ FORMS = {  # implementation, chunk, group; all logits at once last, as it is the
 }
 ALONE = {"": product.Tiles(), ", band 8": product.Tiles(band=8), ", band 4": product.Tiles(band=4)}
 PAIRS = {f", pair{name}": dataclasses.replace(tiles, pair=True) for name, tiles in ALONE.items()}
-TILES = (Tiles(), Tiles(lines=32, slots=3), Tiles(lines=16, slots=6), Tiles(lines=28, slots=4, warpgroups=3))
 
 
 def attempt(name: str, measure: Callable[[], str]) -> None:
@@ -61,23 +58,6 @@ def attempt(name: str, measure: Callable[[], str]) -> None:
         print(f"{name:<40} {measure()}", flush=True)
     except Exception as failure:  # the others are to be seen too
         print(f"{name:<40} {type(failure).__name__}: {str(failure)[:300]}", flush=True)
-
-
-def kernel_alone(rows: int, vocabulary: int, tiles: Tiles) -> str:
-    """Time and rate of both passes over so many rows."""
-    products = jax.random.normal(jax.random.key(0), (rows, vocabulary), jnp.float32)
-    labels, factor = jnp.arange(rows, dtype=jnp.int32), jnp.ones(rows, jnp.float32)
-    room = jnp.zeros((1, rows, vocabulary), jnp.bfloat16)
-    both = functools.partial(statistics_and_gradient, index=0, form=Form(), tiles=tiles)
-    program = jax.jit(both, donate_argnums=3).lower(products, labels, factor, room).compile()
-
-    def step(products: Any, labels: Any, factor: Any) -> Any:  # the room goes round, so that nothing copies it
-        nonlocal room
-        told, room = program(products, labels, factor, room)
-        return told
-
-    seconds = median_seconds(step, products, labels, factor)
-    return f"{1e6 * seconds:8.1f} us  {6 * rows * vocabulary / seconds / 1e9:6.0f} GB/s"
 
 
 def product_alone(x: jax.Array, head: jax.Array, multiply: Callable[..., Any]) -> str:
@@ -147,7 +127,6 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--vocabulary", type=int, default=128256)
     parser.add_argument("--top", type=int, default=0, help="kernels of each form to print, by the profiler")
-    parser.add_argument("--passes", action="store_true", help="time the passes over logits alone, too")
     parser.add_argument("--tiny", action="store_true", help="a small shape, to see that the script runs")
     options = parser.parse_args()
     rows, length = map(int, options.batch.split("x"))
@@ -159,15 +138,12 @@ def main() -> None:
     x = jax.random.normal(keys[0], (rows, length, width), jnp.bfloat16)
     head = jax.random.normal(keys[1], (vocabulary, width), jnp.bfloat16) * width**-0.5
     labels = jax.random.randint(keys[2], (rows, length), 0, vocabulary)
-    kernels = refuses(vocabulary, jnp.bfloat16, Form()) is None
+    kernels = refuses(width, vocabulary, jnp.bfloat16, trained=True) is None
     for tokens in (512, 1024, 2048) if kernels else ():
         products(tokens, head, ALONE)
         xla_products(tokens, head)
     for piece in (2048, 4096, 8192) if kernels else ():
         attempt(f"gradients of codes, 2048 rows, {piece}", functools.partial(codes_alone, 2048, vocabulary, piece))
-    for tiles in TILES if options.passes and kernels else ():
-        named = f"{tiles.lines} lines x {tiles.slots} slots x {tiles.warpgroups}"
-        attempt(f"passes, 512 rows, {named}", functools.partial(kernel_alone, 512, vocabulary, tiles))
     for frozen in (True, False):
         shared: dict[str, Any] = {"frozen_head": frozen, "reduction": "sum"}
         kind = "frozen" if frozen else "trained"

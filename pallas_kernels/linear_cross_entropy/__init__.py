@@ -8,7 +8,7 @@ from pallas_kernels.linear_cross_entropy.api import (
     logprob,
     stores_exponentials,
 )
-from pallas_kernels.linear_cross_entropy.mosaic_gpu_fused import tokens_at_a_time
+from pallas_kernels.linear_cross_entropy.mosaic_gpu import tokens_at_a_time
 
 __all__ = [
     "Int8Weight",

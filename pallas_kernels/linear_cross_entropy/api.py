@@ -10,10 +10,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import Implementation, _dispatch
 from pallas_kernels._int8 import Int8Weight, unpack_int8
-from pallas_kernels.linear_cross_entropy import checks, mosaic_gpu, mosaic_gpu_fused, mosaic_gpu_passes, reference
+from pallas_kernels.linear_cross_entropy import checks, mosaic_gpu, reference
 from pallas_kernels.nf4_linear import NF4Weight, dense
-
-_PASSES = {"mosaic_gpu": mosaic_gpu_passes.PASSES, "xla": reference.PASSES}
 
 
 class TokenMetrics(NamedTuple):
@@ -83,10 +81,10 @@ def linear_cross_entropy(
         z_loss: weight of the squared log-sum-exp.
         metrics: whether to return TokenMetrics too, at the price of two more passes over the logits.
         implementation: "mosaic_gpu" for Hopper kernels, "xla", or None for the fastest that accepts the arguments on
-            this device. The kernels store no f32 logits of bf16 without bias, softcap, label_smoothing and metrics, but
-            their exponentials, 2 bytes each, of as many more tokens at a time as the same room holds; below 2**-40 of a
-            row's reference, which is no more than its largest, they are 0 in a trained head's gradients. Else one
-            kernel passes over the logits.
+            this device. The kernels take bf16 without bias, softcap, label_smoothing and metrics. They store no f32
+            logits, but their exponentials, 2 bytes each, of as many more tokens at a time as the same room holds; below
+            2**-40 of a row's reference, which is no more than its largest, they are 0 in a trained head's gradients.
+            A loss without gradients is XLA's.
 
     Returns:
         The f32 loss, in nats: one for each token, or their sum; with `metrics` a pair of it and the TokenMetrics.
@@ -100,30 +98,35 @@ def linear_cross_entropy(
     checks.packed(head, frozen_head)
     checks.numbers(chunk_tokens, group_tokens, softcap, label_smoothing, z_loss, reduction)
     checks.known_labels(labels, head.shape[0], ignore_index)
-    form = mosaic_gpu.Form(float(scale), softcap, label_smoothing, z_loss)
-    more = {"metrics": metrics, "bias": bias is not None}
-    fused = mosaic_gpu_fused.takes(x.shape[-1], head.shape[0], x.dtype, form, trained=not frozen_head, **more)
-    kept = fused and not frozen_head and mosaic_gpu_fused.keeps_codes(labels.size, head)
-    fused = fused and (kept or frozen_head or reduction == "sum")
-    group_tokens = group_tokens or chunk_tokens * (1 if frozen_head else 4 if fused else 2)
-    rows = min(labels.size, max(chunk_tokens, group_tokens) + labels.size // max(1, labels.shape[-1]))  # at most
-    refusals = _refusals(mosaic_gpu.refuses(head.shape[0], x.dtype, form, rows=rows, **more), fused)
-    chosen = _dispatch.choose("linear_cross_entropy", implementation, refusals)
+    trained = not frozen_head
+    keeps = trained and mosaic_gpu.keeps_codes(labels.size, head)
+    refusal = mosaic_gpu.refuses(
+        *(x.shape[-1], head.shape[0], x.dtype),
+        trained=trained,
+        scale=float(scale),
+        late_weights=trained and reduction == "none" and not keeps,
+        bias=bias is not None,
+        softcap=softcap is not None,
+        label_smoothing=label_smoothing > 0,
+        metrics=metrics,
+    )
+    chosen = _dispatch.choose("linear_cross_entropy", implementation, _refusals(refusal))
+    kernels = chosen == "mosaic_gpu"
+    group_tokens = group_tokens or chunk_tokens * (1 if frozen_head else 4 if kernels else 2)
     how = reference.Settings(
-        *(chunk_tokens, group_tokens, ignore_index, float(scale), softcap, label_smoothing, z_loss, metrics, chosen),
-        fused=fused and chosen == "mosaic_gpu",
+        *(chunk_tokens, group_tokens, ignore_index, float(scale), softcap, label_smoothing, z_loss, metrics, chosen)
     )
     if weights is not None:
         weights = jax.lax.stop_gradient(weights.astype(jnp.float32))
     if labels.size == 0:
         nothing = jnp.zeros(labels.shape, jnp.float32)
         loss, found = nothing.sum() if reduction == "sum" else nothing, TokenMetrics(nothing > 0, nothing)
-    elif kept and how.fused:
+    elif keeps and kernels:
         loss, found = _kept(how, x, (head, bias), labels), None
         loss = loss if weights is None else loss * weights
         loss = jnp.sum(loss) if reduction == "sum" else loss
     elif reduction == "sum":
-        loss, found = _summed(how, not frozen_head, x, (head, bias), labels, weights)
+        loss, found = _summed(how, trained, x, (head, bias), labels, weights)
     else:
         loss, found = (_frozen if frozen_head else _trained)(how, x, (head, bias), labels)
         loss = loss if weights is None else loss * weights
@@ -159,26 +162,19 @@ def logprob(
 
 def explain(vocabulary: int = 128256, width: int = 4096) -> str:
     """Say which implementation runs for bf16 hidden states of a width and so many logits a token, and why."""
-    form = mosaic_gpu.Form()
-    fused = mosaic_gpu_fused.takes(width, vocabulary, jnp.bfloat16, form, trained=True)
-    return _dispatch.explain(
-        "linear_cross_entropy", _refusals(mosaic_gpu.refuses(vocabulary, jnp.bfloat16, form), fused)
-    )
+    refusal = mosaic_gpu.refuses(width, vocabulary, jnp.bfloat16, trained=True)
+    return _dispatch.explain("linear_cross_entropy", _refusals(refusal))
 
 
 def stores_exponentials(
     width: int, vocabulary: int, dtype: jax.typing.DTypeLike, *, trained: bool, softcap: float | None = None
 ) -> bool:
     """Whether by default loss and gradients of such a head come from stored exponentials here, not from f32 logits."""
-    form = mosaic_gpu.Form(softcap=softcap)
-    fused = mosaic_gpu_fused.takes(width, vocabulary, dtype, form, trained=trained)
-    return fused and mosaic_gpu.refuses(vocabulary, dtype, form) is None
+    return mosaic_gpu.refuses(width, vocabulary, dtype, trained=trained, softcap=softcap is not None) is None
 
 
-def _refusals(kernels: str | None, fused: bool) -> _dispatch.Refusals:
-    # Kernels first where they store exponentials: 0.88 of XLA's time on an H200. As passes over f32 logits they gain 2
-    # to 3 % (frozen and trained head), for which XLA, which refuses nothing, stays.
-    return {"mosaic_gpu": kernels, "xla": None} if fused else {"xla": None, "mosaic_gpu": kernels}
+def _refusals(kernels: str | None) -> _dispatch.Refusals:
+    return {"mosaic_gpu": kernels, "xla": None}
 
 
 _Head = tuple[Any, Array | None]
@@ -207,7 +203,7 @@ def _head_gradient(head: _Head, grads: reference.Gradients, factor: Array | floa
 
 
 def _forward(how: reference.Settings, x: Array, head: _Head, labels: Array) -> tuple[Array, TokenMetrics | None]:
-    outcome = reference.forward(x, _dense(x, head), labels, how, _PASSES[how.implementation])
+    outcome = reference.forward(x, _dense(x, head), labels, how)
     return outcome.loss, _metrics(outcome)
 
 
@@ -215,10 +211,8 @@ def _with_gradients(
     how: reference.Settings, trained: bool, x: Array, head: _Head, labels: Array, weights: Array | None
 ) -> tuple[reference.Outcome, reference.Gradients]:
     head_in_x = _dense(x, head)
-    if how.fused:
-        return mosaic_gpu_fused.loss_and_gradients(x, head_in_x, labels, weights, how, trained=trained)
-    passes = _PASSES[how.implementation]
-    return reference.forward_and_gradients(x, head_in_x, labels, weights, how, passes, trained=trained)
+    run = mosaic_gpu.loss_and_gradients if how.implementation == "mosaic_gpu" else reference.forward_and_gradients
+    return run(x, head_in_x, labels, weights, how, trained=trained)
 
 
 _frozen = partial(jax.custom_vjp, nondiff_argnums=(0,))(_forward)
@@ -239,13 +233,13 @@ _trained = partial(jax.custom_vjp, nondiff_argnums=(0,))(_forward)
 
 
 def _trained_fwd(how: reference.Settings, x: Array, head: _Head, labels: Array):
-    outcome = reference.forward(x, _dense(x, head), labels, how, _PASSES[how.implementation])
+    outcome = reference.forward(x, _dense(x, head), labels, how)
     return (outcome.loss, _metrics(outcome)), (x, head, labels, outcome.lse)
 
 
 def _trained_bwd(how: reference.Settings, residuals: tuple, cotangents: tuple[Array, Any]):
     x, head, labels, lse = residuals
-    grads = reference.backward(x, _dense(x, head), labels, lse, cotangents[0], how, _PASSES[how.implementation])
+    grads = reference.backward(x, _dense(x, head), labels, lse, cotangents[0], how)
     return grads.x, _head_gradient(head, grads), None
 
 
@@ -258,13 +252,13 @@ def _kept(how: reference.Settings, x: Array, head: _Head, labels: Array) -> Arra
 
 
 def _kept_fwd(how: reference.Settings, x: Array, head: _Head, labels: Array):
-    outcome, kept = mosaic_gpu_fused.keep_codes(x, _dense(x, head), labels, how)
+    outcome, kept = mosaic_gpu.keep_codes(x, _dense(x, head), labels, how)
     return outcome.loss, (kept, x, head, labels)
 
 
 def _kept_bwd(how: reference.Settings, residuals: tuple, dloss: Array):
     kept, x, head, labels = residuals
-    dx, dweight = mosaic_gpu_fused.gradients_of(kept, x, _dense(x, head), labels, dloss, how)
+    dx, dweight = mosaic_gpu.gradients_of(kept, x, _dense(x, head), labels, dloss, how)
     return dx, (dweight.astype(head[0].dtype), None), None
 
 

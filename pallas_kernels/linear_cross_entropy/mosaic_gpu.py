@@ -1,400 +1,271 @@
-"""The loss' passes over the logits on Hopper, as one kernel between the two matrix products.
+"""Loss and gradients from exponentials that the head's product gives, without any pass over f32 logits.
 
-A block has one row of logits at a time. Its warpgroups take the row's pieces in turn, each through a ring of slots of
-its own in shared memory, which the copy engine fills ahead of use, on into the next row. The first pass keeps a maximum
-and a sum of exponentials for each lane, joined when the row is through. The second finds the last pieces still in
-shared memory and reads the others again, newest first, as the L2 cache has them; so device memory sees each logit read
-once and each gradient written once.
+With e_v the exponential of logit v above the row's reference, 0 at the label, and Z their sum with the label's, the
+gradient by the products is factor * e_v / Z, at the label factor * (p_label - 1), where 1 - p_label is the sum of the
+others over Z, exact however sure the model is.
 
-A row is lines of 128 logits: whole pieces, and a rest of at least 4 lines with a place of its own in shared memory,
-where it stays for both passes. A group of 4 lines is what a warpgroup takes into registers at once, 16 bytes a thread.
+Of a frozen head dL/dx = factor * (sum over v of e_v * head_v / Z + (p_label - 1) * head_label): the product with the
+head runs on the stored exponentials, and what depends on Z multiplies its f32 results. A trained head's own gradient
+needs the rows' factors within the sum over rows, so that codes of exponentials become gradients in a pass over 16 bits,
+in place.
+
+The reference must be known before the logits are: it is the largest of the label's logit and of those of a sample of
+the vocabulary, so that the row's largest exponential is at least 1. Should one be too large for that, more than 34 nats
+above its reference, or 55 of a frozen head, the whole loss is computed again by plain jnp.
+
+Of few tokens all codes take less room than the sum of a trained head's gradient in f32. Then they stay until the
+backward pass, which knows each token's weight and needs no such sum: one product over all tokens gives the gradient.
 """
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
-import jax.experimental.pallas as pl
-import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.custom_batching import sequential_vmap
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Int16
 
 from pallas_kernels import _platform
-from pallas_kernels._hopper import launch_in_place
-
-LINE = 128  # logits
-GROUP = 4  # lines
-LOG2E = math.log2(math.e)
-TOP, TOTAL, LABEL, SUM, STATISTICS = 0, 1, 2, 3, 4  # rows of the statistics
-_LOWEST = float(jnp.finfo(jnp.float32).min)
-_EACH = plgpu.Layout.TILED(  # a group: lines over warps, 4 logits a lane
-    plgpu.Tiling(((GROUP, LINE), (4,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1
+from pallas_kernels._hopper import padded
+from pallas_kernels.linear_cross_entropy.mosaic_gpu_codes import PIECE, gradients
+from pallas_kernels.linear_cross_entropy.mosaic_gpu_exponentials import LOG2E, exponentials, refuses_shapes
+from pallas_kernels.linear_cross_entropy.reference import (
+    Gradients,
+    Head,
+    Outcome,
+    Settings,
+    cut,
+    factor_of,
+    forward,
+    forward_and_gradients,
+    gradient_into,
+    loss_of,
+    over_groups,
 )
 
-
-@dataclasses.dataclass(frozen=True)
-class Tiles:
-    """Sizes of the kernel.
-
-    Attributes:
-        lines: of a piece; a multiple of 4.
-        slots: of each warpgroup's ring.
-        warpgroups: of a block.
-        blocks: that share the rows; None for as many as the GPU has multiprocessors.
-    """
-
-    lines: int = 24
-    slots: int = 4
-    warpgroups: int = 4
-    blocks: int | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Form:
-    """What of the loss the kernel has to know: see linear_cross_entropy.
-
-    Attributes:
-        scale: factor on the products, above 0.
-        softcap: bound on the logits after it, or None.
-        smoothing: label smoothing.
-        z_loss: weight of the squared log-sum-exp.
-    """
-
-    scale: float = 1.0
-    softcap: float | None = None
-    smoothing: float = 0.0
-    z_loss: float = 0.0
-
-    @property
-    def unit(self) -> float:
-        """Factor from what the passes work with to exponents of 2: products, or bounded logits."""
-        return LOG2E * (self.scale if self.softcap is None else 1.0)
-
-    def bounded(self, products: Array) -> Array:
-        """Logits of products where there is a bound, else the products.
-
-        tanh by an exponential, as the hardware's own instruction is right to 11 bits only.
-        """
-        if self.softcap is None:
-            return products
-        return self.softcap * (1 - 2 / (1 + jnp.exp2(products * (2 * LOG2E * self.scale / self.softcap))))
-
-
-def refuses_rows(vocabulary: int, dtype: Any, form: Form) -> str | None:
-    """Return why the kernel cannot take rows of such logits, with gradients of this dtype, or None."""
-    if dtype not in (jnp.bfloat16, jnp.float16):
-        return f"it needs bfloat16 or float16, and x is {dtype}"
-    if vocabulary % LINE or vocabulary < GROUP * LINE:
-        return f"the vocabulary must be a multiple of {LINE} of at least {GROUP * LINE}, and is {vocabulary}"
-    if not form.scale > 0:
-        return f"the scale must be above 0, and is {form.scale}"
-    return None
+SAMPLE = 256  # rows of the head
+AGAIN = 128  # tokens whose logits are computed again at a time
+# Sum of a row's exponentials: times a weight of the head, and over 1, far from the ends of f32; or within the codes.
+LARGEST, LARGEST_CODED = 2.0**80, 2.0**50
 
 
 def refuses(
-    vocabulary: int, dtype: Any, form: Form, *, rows: int = 0, metrics: bool = False, bias: bool = False
+    width: int,
+    vocabulary: int,
+    dtype: Any,
+    *,
+    trained: bool,
+    scale: float = 1.0,
+    late_weights: bool = False,
+    **options: bool,
 ) -> str | None:
-    """Return why the kernel cannot take such a call, with at most so many rows at once, here, or None."""
-    if metrics:
-        return "it has neither accuracy nor entropy"
-    if bias:
-        return "it adds no bias, which XLA does on its way"
-    if rows * vocabulary >= 2**31:
-        return (
-            f"a group must have fewer than 2**31 logits, and has up to {rows} rows of {vocabulary}; pass group_tokens"
-        )
-    return refuses_rows(vocabulary, dtype, form) or _platform.why_not_hopper(one_device=True)
-
-
-def statistics(
-    products: Float[Array, "M V"], labels: Int[Array, " M"], form: Form, tiles: Tiles = Tiles()
-) -> Float[Array, "4 M"]:
-    """Return what the loss needs of each row.
+    """Return why loss and gradients cannot be computed in this way, or None.
 
     Args:
-        products: x @ head.T in f32.
-        labels: int32; of one outside the vocabulary, LABEL is some other product.
-        form: of the loss.
-        tiles: sizes.
-
-    Returns:
-        TOP the largest logit, TOTAL the sum of the exponentials below it, LABEL the label's product, and with smoothing
-        SUM the logits' sum: with a bound in bounded logits, without one in products, but for LABEL, always a product.
+        width: D.
+        vocabulary: V.
+        dtype: of x.
+        trained: whether the head has a gradient.
+        scale: factor on the logits.
+        late_weights: whether a trained head's gradient is to wait for tokens' weights though no codes are kept.
+        options: names of what the loss has else, such as a bound on its logits, and whether it does.
     """
-    return _run(products, labels, None, None, None, 0, form, tiles)[0]
+    if asked := [name for name, wanted in options.items() if wanted]:
+        return f"it gives the loss of plain logits, without {', '.join(asked)}"
+    if not scale > 0:
+        return f"the scale must be above 0, and is {scale}"
+    if trained and vocabulary < PIECE:
+        return f"a trained head's vocabulary must be at least {PIECE}, and is {vocabulary}"
+    if late_weights:
+        return "loss by token of a trained head must be of at most 2 * D tokens, with a head of 16 bits"
+    return refuses_shapes(width, vocabulary, dtype) or _platform.why_not_hopper(one_device=True)
 
 
-def statistics_and_gradient(
-    products: Float[Array, "M V"],
-    labels: Int[Array, " M"],
-    factor: Float[Array, " M"],
-    room: Float[Array, "N M V"],
-    index: Int[Array, ""] | int,
-    form: Form,
-    tiles: Tiles = Tiles(),
-) -> tuple[Float[Array, "4 M"], Float[Array, "N M V"]]:
-    """Return `statistics` and `room` with the gradient of the sum of factor / scale * losses by the products at index.
+def tokens_at_a_time(chunk_tokens: int, group_tokens: int, vocabulary: int, *, trained: bool) -> int:
+    """About how many tokens' exponentials, 2 bytes each, take the room of these f32 logits and their gradients."""
+    tokens = max(group_tokens, 2 * chunk_tokens) * (2 if trained else 1)
+    return min(tokens, 2**30 // vocabulary)  # so that 32 bits index them
 
-    Args:
-        products, labels, form, tiles: as in `statistics`.
-        factor: f32; of a row of factor 0 the gradient is exactly 0.
-        room: bf16 or f16, written in place.
-        index: where in room.
+
+def loss_and_gradients(
+    x: Float[Array, "*B T D"],
+    head: Head,
+    labels: Int[Array, "*B T"],
+    weights: Float[Array, "*B T"] | None,
+    how: Settings,
+    *,
+    trained: bool,
+) -> tuple[Outcome, Gradients]:
+    """Return what `reference.forward_and_gradients` does, of what is not refused.
+
+    As many tokens are multiplied at a time as their exponentials take the room of `how`'s f32 logits, or for a trained
+    head of logits and gradients; of those that are computed again, so many fewer that they fit there too.
     """
-    return _run(products, labels, factor, None, room, index, form, tiles)
-
-
-def gradient(
-    products: Float[Array, "M V"],
-    labels: Int[Array, " M"],
-    factor: Float[Array, " M"],
-    lse: Float[Array, " M"],
-    room: Float[Array, "N M V"],
-    index: Int[Array, ""] | int,
-    form: Form,
-    tiles: Tiles = Tiles(),
-) -> Float[Array, "N M V"]:
-    """As `statistics_and_gradient` where the log-sum-exp of each row's logits is known: one pass."""
-    return _run(products, labels, factor, lse, room, index, form, tiles)[1]
-
-
-def _run(products, labels, factor, lse, room, index, form: Form, tiles: Tiles) -> Any:
-    """Launch the passes that are asked for: the first without `lse`, the second with `room`."""
-    rows, vocabulary = products.shape
-    dtype = jnp.bfloat16 if room is None else room.dtype
-    if why := refuses_rows(vocabulary, dtype, form):
-        raise ValueError(f"linear_cross_entropy: {why}")
-    lines = vocabulary // LINE
-    count = max(0, (lines - GROUP) // tiles.lines)  # whole pieces
-    rest = lines - count * tiles.lines
-    blocks = min(rows, tiles.blocks or _platform.multiprocessors())
-    first, second = lse is None, room is not None
-    args = {"products": products.reshape(rows, lines, LINE), "labels": labels.astype(jnp.int32)}
-    out = {}
-    if first:
-        out["statistics"] = jnp.zeros((STATISTICS, rows), jnp.float32)
-    else:
-        args["lse"] = lse.astype(jnp.float32)
-    if second:
-        args |= {"factor": factor.astype(jnp.float32), "index": jnp.asarray(index, jnp.int32).reshape(1)}
-        out["room"] = room.reshape(room.shape[0], rows, lines, LINE)
-
-    def kernel(refs, scratch):
-        named: dict[str, Any] = dict(zip((*args, *out), refs, strict=True))
-        products_ref, labels_ref = named["products"], named["labels"]
-        slots, rest_smem, parts, ready, rest_ready, joined = scratch
-        block, mine = lax.axis_index("blocks"), lax.axis_index("warpgroup")
-        my_rows = lax.div(rows - 1 - block, jnp.int32(blocks)) + 1
-        whole = lax.div(count - 1 - mine + tiles.warpgroups, jnp.int32(tiles.warpgroups))  # pieces of this warpgroup
-        kept = jnp.minimum(whole, tiles.slots) if first and second else jnp.int32(0)
-        loads = 2 * whole - kept if first and second else whole  # of a row
-        owns_rest = mine == count % tiles.warpgroups
-        places = _places()
-
-        def row_of(turn):
-            return block + turn * blocks
-
-        def line_of(n):
-            """Where this warpgroup's n-th piece begins."""
-            return (n * tiles.warpgroups + mine) * tiles.lines
-
-        def slot_of(visit):
-            return mine * tiles.slots + lax.rem(visit, jnp.int32(tiles.slots))
-
-        def load(visit):
-            turn = lax.div(visit, jnp.maximum(loads, 1))
-            n = visit - turn * loads
-            n = jnp.where(n < whole, n, 2 * whole - kept - 1 - n)  # the second pass goes backwards
-            source = products_ref.at[row_of(turn), pl.ds(line_of(n), tiles.lines)]
-            slot = slot_of(visit)
-            plgpu.copy_gmem_to_smem(source, slots.at[slot], ready.at[slot])
-
-        def load_rest(turn):
-            source = products_ref.at[row_of(turn), pl.ds(count * tiles.lines, rest)]
-            plgpu.copy_gmem_to_smem(source, rest_smem, rest_ready)
-
-        def free(visit):
-            """Fill the slot of a visit anew, once every thread has read it."""
-            plgpu.commit_smem()
-            pl.when(visit + tiles.slots < my_rows * loads)(lambda: load(visit + tiles.slots))
-
-        lax.fori_loop(0, jnp.minimum(tiles.slots, my_rows * loads), lambda visit, _: load(visit), None)
-        pl.when(owns_rest)(lambda: load_rest(0))
-
-        def measure(turn, row):
-            """The first pass: maximum, sum of exponentials and, for smoothing, sum of a row's logits."""
-
-            def piece(n, carry):
-                visit = turn * loads + n
-                slot = slot_of(visit)
-                plgpu.barrier_wait(ready.at[slot])
-                carry = _fold(carry, _groups(slots.at[slot], tiles.lines, form), form)
-                pl.when(n < whole - kept)(lambda: free(visit))
-                return carry
-
-            parity = lax.rem(turn, 2)
-            _put(parts.at[parity, mine], lax.fori_loop(0, whole, piece, _nothing(form)), form)
-
-            @pl.when(owns_rest)
-            def _measure_rest():
-                plgpu.barrier_wait(rest_ready)
-                groups = _groups(rest_smem, rest, form)
-                if again := -rest % GROUP:  # lines of the last group that the one before it had
-                    groups[-1] = jnp.where(places >= again * LINE, groups[-1], _LOWEST)
-                _put(parts.at[parity, tiles.warpgroups], _fold(_nothing(form), groups, form, -rest % GROUP), form)
-                if not second:
-                    plgpu.commit_smem()
-                    pl.when(turn + 1 < my_rows)(lambda: load_rest(turn + 1))
-
-            plgpu.barrier_arrive(joined)
-            plgpu.barrier_wait(joined)
-            top, *sums = _join(parts.at[parity], tiles.warpgroups + 1, form)
-
-            @pl.when(mine == 0)
-            def _tell():
-                label = jnp.clip(labels_ref[row], 0, vocabulary - 1)
-                label_product = products_ref[row, lax.div(label, jnp.int32(LINE)), lax.rem(label, jnp.int32(LINE))]
-                for field, value in zip((TOP, TOTAL, LABEL, SUM), (top, sums[0], label_product, *sums[1:])):
-                    named["statistics"][field, row] = value
-
-            return top, sums[0]
-
-        def differentiate(turn, row, top, total):
-            """The second pass: writes a row of the gradient."""
-            room_ref, factor_ref = named["room"].at[named["index"][0]], named["factor"]
-            label, factor = labels_ref[row], factor_ref[row]
-            weight = factor / total
-            if form.z_loss:
-                lse = (top * form.unit + jnp.log2(total)) / LOG2E
-                weight *= 1 + 2 * form.z_loss * lse
-
-            def write(source, lines, begin):
-                for at in _starts(lines):
-                    values = form.bounded(_load(source.at[pl.ds(at, GROUP)]))
-                    y = jnp.exp2((values - top) * form.unit) * weight
-                    if form.smoothing:
-                        y -= factor * (form.smoothing / vocabulary)
-                    here = places == label - (begin + at) * LINE
-                    y -= jnp.where(here, factor * (1 - form.smoothing), 0.0)
-                    if form.softcap is not None:
-                        y *= 1 - (values / form.softcap) * (values / form.softcap)
-                    room_ref[row, pl.ds(begin + at, GROUP)] = y.astype(room_ref.dtype)
-
-            def piece(n, _):
-                visit = turn * loads + whole - kept + n if first else turn * loads + n
-                slot = slot_of(visit)
-                if first:
-                    pl.when(n >= kept)(lambda: plgpu.barrier_wait(ready.at[slot]))
-                    place = jnp.where(n < kept, whole - kept + n, whole - 1 - n)
-                else:
-                    plgpu.barrier_wait(ready.at[slot])
-                    place = n
-                write(slots.at[slot], tiles.lines, line_of(place))
-                free(visit)
-
-            lax.fori_loop(0, whole, piece, None)
-
-            @pl.when(owns_rest)
-            def _write_rest():
-                if not first:
-                    plgpu.barrier_wait(rest_ready)
-                write(rest_smem, rest, count * tiles.lines)
-                plgpu.commit_smem()
-                pl.when(turn + 1 < my_rows)(lambda: load_rest(turn + 1))
-
-        def one_row(turn, _):
-            row = row_of(turn)
-            top, total = measure(turn, row) if first else (named["lse"][row] * (LOG2E / form.unit), jnp.float32(1))
-            if second:
-                differentiate(turn, row, top, total)
-
-        lax.fori_loop(0, my_rows, one_row, None)
-
-    kinds = 3 if form.smoothing else 2
-    scratch = (
-        plgpu.SMEM((tiles.warpgroups * tiles.slots, tiles.lines, LINE), jnp.float32),
-        plgpu.SMEM((rest, LINE), jnp.float32),
-        plgpu.SMEM((2, tiles.warpgroups + 1, kinds, GROUP), jnp.float32),  # of two rows in turn
-        plgpu.Barrier(num_barriers=tiles.warpgroups * tiles.slots),
-        plgpu.Barrier(),
-        plgpu.Barrier(num_arrivals=tiles.warpgroups),
+    weights = jnp.ones(labels.shape, jnp.float32) if weights is None else weights
+    top = _reference(x, head.weight, labels, how)
+    tokens = tokens_at_a_time(how.chunk_tokens, how.group_tokens, head.weight.shape[0], trained=trained)
+    wide, narrow = (
+        dataclasses.replace(how, chunk_tokens=size, group_tokens=size) for size in (tokens, max(1, tokens // 4))
     )
-    shape: dict[str, Any] = {"grid": {"blocks": blocks}, "warpgroups": tiles.warpgroups}
 
-    @sequential_vmap
-    def run(args: tuple[Array, ...], out: tuple[Array, ...]) -> tuple[Array, ...]:
-        return tuple(launch_in_place(kernel, scratch, *args, out=out, auto_barriers=False, **shape))
+    def group(carry: tuple[Gradients, None], starts: Array, size: int):
+        (grads, _), start = carry, starts[0]
+        x_BCD = cut(x, start, size, axis=-2)
+        each = (cut(array, start, size) for array in (labels, weights, top))
+        outcome, safe, parts = _chunk(x_BCD, head.weight, *each, how=how, trained=trained)
+        dx = jax.lax.dynamic_update_slice_in_dim(grads.x, parts.x, start, axis=x.ndim - 2)
+        dweight = parts.weight if grads.weight is None or parts.weight is None else grads.weight + parts.weight
+        return (Gradients(dx, dweight, None), None), jax.tree.map(lambda one: one[None], (outcome, safe))
 
-    found = dict(zip(out, run(tuple(args.values()), tuple(out.values())), strict=True))
-    return found.get("statistics"), found["room"].reshape(room.shape) if second else None
-
-
-def _places() -> Array:
-    """Each logit's position in its group."""
-    line, column = (plgpu.broadcasted_iota(jnp.int32, (GROUP, LINE), axis, layout=_EACH) for axis in (0, 1))
-    return line * LINE + column
-
-
-def _load(ref) -> Array:
-    return plgpu.load(ref, layout=_EACH, optimized=False)
-
-
-def _starts(lines: int) -> list[int]:
-    """First lines of the groups; the last may overlap the one before it."""
-    return [min(at, lines - GROUP) for at in range(0, lines, GROUP)]
+    none = Gradients(jnp.zeros_like(x), None, None)  # the first chunk's product is the head's gradient so far
+    grads, (outcome, safe) = over_groups(group, none, lambda size, pieces: None, labels.shape, wide, apart=trained)
+    return jax.lax.cond(
+        jnp.all(safe),
+        lambda: (outcome, grads),
+        lambda: forward_and_gradients(x, head, labels, weights, narrow, trained=trained),
+    )
 
 
-def _groups(ref, lines: int, form: Form) -> list[Array]:
-    return [form.bounded(_load(ref.at[pl.ds(at, GROUP)])) for at in _starts(lines)]
+def _reference(x: Array, weight: Array, labels: Array, how: Settings) -> Float[Array, "*B T"]:
+    """The largest logit of a sample of the vocabulary and of the label."""
+    vocabulary = weight.shape[0]
+    sample = weight[:: -(-vocabulary // SAMPLE)]
+    products = jnp.einsum("...d,vd->...v", x, sample, preferred_element_type=jnp.float32)
+    label = jnp.sum(x.astype(jnp.float32) * _label_rows(weight, labels), axis=-1)
+    return how.scale * jnp.maximum(jnp.max(products, axis=-1), label)
 
 
-def _full(value: float) -> Array:
-    return plgpu.layout_cast(jnp.full((GROUP, LINE), value, jnp.float32), _EACH)
+def _label_rows(weight: Array, labels: Array) -> Float[Array, "*B T D"]:
+    """Each label's row of the head; of a label outside the vocabulary, some row."""
+    inside = jnp.clip(labels, 0, weight.shape[0] - 1)
+    return weight.at[inside].get(mode="promise_in_bounds").astype(jnp.float32)
 
 
-def _nothing(form: Form) -> tuple[Array, ...]:
-    """Of no logits, for each place in a group: maximum, sum of exponentials below it, and with smoothing the sum."""
-    return (_full(_LOWEST), _full(0.0), *([_full(0.0)] if form.smoothing else []))
+class Rows(NamedTuple):
+    """What is known of each token beside its exponentials, which are relative to exp(top)."""
+
+    top: Float[Array, "*B T"]
+    others: Float[Array, "*B T"]  # the exponentials' sum but for the label's
+    label_octaves: Float[Array, "*B T"]  # the label's exponential is 2 to them
+
+    @property
+    def total(self) -> Float[Array, "*B T"]:
+        """The sum of all exponentials."""
+        return self.others + jnp.exp2(self.label_octaves)
+
+    @property
+    def lse(self) -> Float[Array, "*B T"]:
+        """The log-sum-exp."""
+        return self.top + jnp.log(self.total)
+
+    def safe(self, labels: Array, how: Settings, largest: float) -> Array:
+        """Whether each token's exponentials are in their range, or do not count."""
+        return (labels == how.ignored) | (self.total <= largest)
 
 
-def _fold(carry: tuple[Array, ...], groups: list[Array], form: Form, again: int = 0) -> tuple[Array, ...]:
-    """Add groups to the running maximum and sums; `again` first lines of the last one count for neither sum."""
-    top, total, *sums = carry
-    above = top
-    for group in groups:
-        above = jnp.maximum(above, group)
-    total *= jnp.exp2((top - above) * form.unit)
-    for group in groups:
-        total += jnp.exp2((group - above) * form.unit)
-    for i, group in enumerate(groups if sums else []):
-        last = again and i == len(groups) - 1
-        sums[0] += jnp.where(_places() >= again * LINE, group, 0.0) if last else group
-    return above, total, *sums
+class Kept(NamedTuple):
+    """What the backward pass of few tokens needs beside its arguments."""
+
+    codes: Int16[Array, "tiled V"]
+    rows: Rows
+    lse: Float[Array, "*B T"]
+    safe: Bool[Array, ""]
 
 
-def _put(ref, carry: tuple[Array, ...], form: Form) -> None:
-    """Reduce over each warp's line and store."""
-    top, total, *sums = carry
-    line_top = jnp.max(top, axis=1)
-    above = lax.broadcast_in_dim(line_top, top.shape, (0,))
-    ref[0] = line_top
-    ref[1] = jnp.sum(total * jnp.exp2((top - above) * form.unit), axis=1)
-    for one in sums:
-        ref[2] = jnp.sum(one, axis=1)
+def keeps_codes(tokens: int, head: Any) -> bool:
+    """Whether so many tokens' codes take no more room than the f32 sum that a head of 16 bits has no other use for."""
+    vocabulary, width = head.shape
+    return head.dtype.itemsize == 2 and tokens <= min(2 * width, 2**30 // vocabulary)
 
 
-def _join(ref, parts: int, form: Form) -> tuple[Array, ...]:
-    """Maximum and sums over all parts."""
-    where = [(part, line) for part in range(parts) for line in range(GROUP)]
-    tops = [ref[part, 0, line] for part, line in where]
-    top = tops[0]
-    for one in tops[1:]:
-        top = jnp.maximum(top, one)
-    total = jnp.float32(0)
-    for (part, line), one in zip(where, tops, strict=True):
-        total += ref[part, 1, line] * jnp.exp2((one - top) * form.unit)
-    if not form.smoothing:
-        return top, total
-    return top, total, sum((ref[part, 2, line] for part, line in where), jnp.float32(0))
+def keep_codes(
+    x: Float[Array, "*B T D"], head: Head, labels: Int[Array, "*B T"], how: Settings
+) -> tuple[Outcome, Kept]:
+    """Return what `reference.forward` does, and what `gradients_of` needs."""
+    codes, rows = _multiply(x, head.weight, labels, _reference(x, head.weight, labels, how), how, coded=True)
+    safe = jnp.all(rows.safe(labels, how, LARGEST_CODED))
+    outcome = jax.lax.cond(
+        safe,
+        lambda: _outcome(rows, labels, head.weight.shape[0], how),
+        lambda: forward(x, head, labels, how),
+    )
+    return outcome, Kept(codes, rows, outcome.lse, safe)
+
+
+def gradients_of(
+    kept: Kept,
+    x: Float[Array, "*B T D"],
+    head: Head,
+    labels: Int[Array, "*B T"],
+    dloss: Float[Array, "*B T"],
+    how: Settings,
+) -> tuple[Float[Array, "*B T D"], Float[Array, "V D"]]:
+    """Return the gradients of the sum of dloss * losses by x and the head, in their dtypes."""
+    rows, vocabulary = math.prod(labels.shape), head.weight.shape[0]
+    of_all, of_label = (one.reshape(rows) for one in _factors(kept.rows, dloss, labels, how))
+    dproducts = gradients(kept.codes, labels.reshape(rows), of_all, of_label)
+    x_ND = padded(x.reshape(rows, -1), AGAIN, 1)
+    lse_N, dloss_N = (padded(one.reshape(rows), AGAIN) for one in (kept.lse, dloss))
+    labels_N = jnp.pad(labels.reshape(rows), (0, len(x_ND) - rows), constant_values=how.ignored)
+
+    def again(index: Array, room_NCV: Array) -> Array:
+        x_CD = cut(x_ND, index * AGAIN, AGAIN, axis=-2)
+        labels_C, dloss_C, lse_C = (cut(one, index * AGAIN, AGAIN) for one in (labels_N, dloss_N, lse_N))
+        products_CV = jnp.einsum("cd,vd->cv", x_CD, head.weight, preferred_element_type=jnp.float32)
+        return gradient_into(room_NCV, index, products_CV, labels_C, dloss_C, lse_C, how)
+
+    pieces = jnp.where(kept.safe, 0, len(x_ND) // AGAIN)  # a loop, not a branch, so that it has the gradients' room
+    room_NCV = dproducts.reshape(-1, AGAIN, vocabulary)
+    dproducts = jax.lax.fori_loop(0, pieces, again, room_NCV).reshape(dproducts.shape)
+    dx = jnp.einsum("mv,vd->md", dproducts, head.weight)[:rows].reshape(x.shape)
+    x_MD = padded(x_ND, len(dproducts), 1)
+    return dx, jnp.einsum("mv,md->vd", dproducts, x_MD)
+
+
+def _multiply(x: Array, weight: Array, labels: Array, top: Array, how: Settings, *, coded: bool) -> tuple[Array, Rows]:
+    """Exponentials or their codes, and what else is known of these tokens."""
+    shape, rows, above = labels.shape, math.prod(labels.shape), top * LOG2E
+    flat = x.reshape(rows, -1), weight, labels.reshape(rows), above.reshape(rows)
+    powers, others, label_product = exponentials(*flat, scale=how.scale, coded=coded)
+    return powers, Rows(top, others.reshape(shape), label_product.reshape(shape) * (how.scale * LOG2E) - above)
+
+
+def _outcome(rows: Rows, labels: Array, vocabulary: int, how: Settings) -> Outcome:
+    """Each token's loss, without a difference of large numbers, of which little is left where the label is likely."""
+    label_power, lse = jnp.exp2(rows.label_octaves), rows.lse
+    likely = rows.others <= 2.0**20 * label_power
+    near = jnp.log1p(rows.others / jnp.where(likely, label_power, 1))
+    far = jnp.log(rows.total) - rows.label_octaves / LOG2E
+    without = dataclasses.replace(how, z_loss=0.0)
+    loss = loss_of(jnp.where(likely, near, far), jnp.zeros_like(lse), None, labels, vocabulary, without)
+    squared = jnp.where(labels == how.ignored, 0, how.z_loss * lse * lse)
+    return Outcome(loss + squared if how.z_loss else loss, lse, None, None)
+
+
+def _factors(rows: Rows, weights: Array, labels: Array, how: Settings) -> tuple[Array, Array]:
+    """What makes a token's exponentials its gradients by the products, and the label's own gradient."""
+    factor, more = factor_of(weights, labels, how), 2 * how.z_loss * rows.lse  # of the softmax, by the squared lse
+    of_all = jnp.where(factor == 0, 0, factor / rows.total * (1 + more))
+    of_label = factor / rows.total * (more * jnp.exp2(rows.label_octaves) - rows.others)
+    return of_all, jnp.where(factor == 0, 0, of_label)
+
+
+def _chunk(
+    x: Array, weight: Array, labels: Array, weights: Array, top: Array, *, how: Settings, trained: bool
+) -> tuple[Outcome, Array, Gradients]:
+    """Loss, whether the exponentials are in their range, and gradients of one chunk of tokens."""
+    count = math.prod(labels.shape)
+    powers, rows = _multiply(x, weight, labels, top, how, coded=trained)
+    outcome = _outcome(rows, labels, weight.shape[0], how)
+    safe = rows.safe(labels, how, LARGEST_CODED if trained else LARGEST)
+    of_all, of_label = _factors(rows, weights, labels, how)
+    if trained:
+        dproducts = gradients(powers, *(one.reshape(count) for one in (labels, of_all, of_label)))
+        dx = jnp.einsum("mv,vd->md", dproducts, weight)[:count].reshape(x.shape)
+        x_MD = padded(x.reshape(count, -1), len(dproducts), 1)
+        dweight = jnp.einsum("mv,md->vd", dproducts, x_MD, preferred_element_type=jnp.float32)
+        return outcome, safe, Gradients(dx, dweight, None)
+    sums = jnp.einsum("mv,vd->md", powers, weight, preferred_element_type=jnp.float32)[:count].reshape(x.shape)
+    dx = of_all[..., None] * sums + of_label[..., None] * _label_rows(weight, labels)
+    dx = jnp.where((factor_of(weights, labels, how) == 0)[..., None], 0, dx)  # of infinite exponentials, perhaps
+    return outcome, safe, Gradients(dx.astype(x.dtype), None, None)

@@ -9,6 +9,7 @@ rounds by 3.9e-3.
 """
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -31,9 +32,9 @@ from pallas_kernels.grouped_matmul.mosaic_gpu_tiles import (
     store_rows,
 )
 from pallas_kernels.grouped_matmul.mosaic_gpu_work import HALF, ROWS, walk
-from pallas_kernels.linear_cross_entropy.mosaic_gpu import LOG2E
 from pallas_kernels.linear_cross_entropy.mosaic_gpu_codes import ONE, STEPS, code
 
+LOG2E = math.log2(math.e)
 TILES = Tiles()
 PART = 128  # columns whose exponentials are in registers at a time
 _OF_ROW = plgpu.Layout.WGMMA.reduce(1)

@@ -31,7 +31,6 @@ class Settings:
     z_loss: float
     metrics: bool
     implementation: Implementation = "xla"
-    fused: bool = False  # whether the loss' gradients come from exponentials, see mosaic_gpu_fused
 
 
 class Outcome(NamedTuple):
@@ -58,30 +57,13 @@ class Gradients(NamedTuple):
     bias: Float[Array, " V"] | None
 
 
-class Passes(NamedTuple):
-    """What is done with a chunk's products x @ head.T (*B, C, V), bias added: an implementation of the loss.
-
-    Attributes:
-        outcome: (products, labels, how) -> Outcome.
-        both: (products, labels, weights, how, room, index) -> the Outcome, and `room` (N, *B, C, V) with the gradient
-            of the sum of weights * losses by the products at `index`, in room's dtype.
-        gradient: (products, lse, labels, weights, how, room, index) -> `room` alone, the log-sum-exp being known.
-    """
-
-    outcome: Callable[..., Outcome]
-    both: Callable[..., tuple[Outcome, Array]]
-    gradient: Callable[..., Array]
-
-
-def forward(
-    x: Float[Array, "*B T D"], head: Head, labels: Int[Array, "*B T"], how: Settings, passes: Passes
-) -> Outcome:
+def forward(x: Float[Array, "*B T D"], head: Head, labels: Int[Array, "*B T"], how: Settings) -> Outcome:
     """Return each token's loss (0 where ignored), log-sum-exp and metrics."""
 
     def group(carry: tuple[None, None], starts: Array, size: int) -> tuple[tuple[None, None], Outcome]:
         def one(carry: tuple[None, None], start: Array) -> tuple[tuple[None, None], Outcome]:
             products_BCV = _products(cut(x, start, size, axis=-2), head)
-            return carry, passes.outcome(products_BCV, cut(labels, start, size), how)
+            return carry, _outcome(products_BCV, cut(labels, start, size), how)
 
         return jax.lax.scan(one, carry, starts)
 
@@ -94,14 +76,15 @@ def forward_and_gradients(
     labels: Int[Array, "*B T"],
     weights: Float[Array, "*B T"] | None,
     how: Settings,
-    passes: Passes,
     *,
     trained: bool,
 ) -> tuple[Outcome, Gradients]:
     """Return what `forward` does and the gradients of the sum of weights * losses, from one pass over the logits."""
 
     def both(room_NBCV: Array, index: Array, x_BCD: Array, labels_BC: Array, weights_BC: Array):
-        return passes.both(_products(x_BCD, head), labels_BC, weights_BC, how, room_NBCV, index)
+        products_BCV = _products(x_BCD, head)
+        outcome = _outcome(products_BCV, labels_BC, how)
+        return outcome, gradient_into(room_NBCV, index, products_BCV, labels_BC, weights_BC, outcome.lse, how)
 
     weights = jnp.ones(labels.shape, jnp.float32) if weights is None else weights
     grads, outcome = _gradients(both, x, head, (labels, weights), how, trained)
@@ -115,12 +98,11 @@ def backward(
     lse: Float[Array, "*B T"],
     dloss: Float[Array, "*B T"],
     how: Settings,
-    passes: Passes,
 ) -> Gradients:
     """Return all gradients of the sum of dloss * losses, computing each logit again."""
 
     def gradient(room_NBCV: Array, index: Array, x_BCD: Array, labels_BC: Array, dloss_BC: Array, lse_BC: Array):
-        return (), passes.gradient(_products(x_BCD, head), lse_BC, labels_BC, dloss_BC, how, room_NBCV, index)
+        return (), gradient_into(room_NBCV, index, _products(x_BCD, head), labels_BC, dloss_BC, lse_BC, how)
 
     return _gradients(gradient, x, head, (labels, dloss, lse), how, trained=True)[0]
 
@@ -245,7 +227,7 @@ def _products(x: Float[Array, "*B C D"], head: Head) -> Float[Array, "*B C V"]:
     return products if head.bias is None else products + head.bias.astype(jnp.float32)
 
 
-def bounded(products: Array, how: Settings) -> Array:
+def _bounded(products: Array, how: Settings) -> Array:
     """Logits of products."""
     logits = products * how.scale
     return logits if how.softcap is None else how.softcap * jnp.tanh(logits / how.softcap)
@@ -269,7 +251,7 @@ def factor_of(weights: Array, labels: Array, how: Settings) -> Array:
 
 
 def _outcome(products: Float[Array, "*B C V"], labels: Int[Array, "*B C"], how: Settings) -> Outcome:
-    logits, vocabulary = bounded(products, how), products.shape[-1]
+    logits, vocabulary = _bounded(products, how), products.shape[-1]
     lse = _lse(logits)
     index = jnp.where((labels >= 0) & (labels < vocabulary), labels, 0)[..., None]
     label_logit = jnp.take_along_axis(logits, index, axis=-1, mode="promise_in_bounds")[..., 0]
@@ -282,18 +264,17 @@ def _outcome(products: Float[Array, "*B C V"], labels: Int[Array, "*B C"], how: 
     return Outcome(loss, lse, jnp.argmax(logits, axis=-1) == labels, entropy)
 
 
-def _both(products: Array, labels: Array, weights: Array, how: Settings, room: Array, index: Array):
-    outcome = _outcome(products, labels, how)
-    return outcome, _gradient(products, outcome.lse, labels, weights, how, room, index)
-
-
-def _gradient(
-    products: Array, lse: Array, labels: Array, weights: Array, how: Settings, room: Array, index: Array
-) -> Array:
-    return room.at[index].set(_dproducts(bounded(products, how), lse, labels, weights, how).astype(room.dtype))
-
-
-PASSES = Passes(_outcome, _both, _gradient)
+def gradient_into(
+    room: Float[Array, "N *B C V"],
+    index: Array,
+    products: Float[Array, "*B C V"],
+    labels: Int[Array, "*B C"],
+    weights: Float[Array, "*B C"],
+    lse: Float[Array, "*B C"],
+    how: Settings,
+) -> Float[Array, "N *B C V"]:
+    """Return room with the gradient of the sum of weights * losses by the products at `index`, in room's dtype."""
+    return room.at[index].set(_dproducts(_bounded(products, how), lse, labels, weights, how).astype(room.dtype))
 
 
 def _lse(logits: Float[Array, "*B C V"]) -> Float[Array, "*B C"]:
