@@ -81,7 +81,7 @@ def telling(rows: list[dict]) -> list[dict]:
     rows = [
         row
         for row in rows
-        if not row["peer"].startswith(OURS) or str(row["time"]) == newest[tuple(row[name] for name in CASE)]
+        if not str(row["peer"]).startswith(OURS) or str(row["time"]) == newest[tuple(row[name] for name in CASE)]
     ]
     strong = {tuple(row[name] for name in CASE) for row in rows if row["peer"] not in PLAIN}
     return [row for row in rows if row["peer"] not in PLAIN or tuple(row[name] for name in CASE) not in strong]
