@@ -182,7 +182,7 @@ def gated_kernels():
         for wide in (width, out):
             shapes = (rows, wide), (groups, wide, 16), (rows, 16)
             args = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
-            yield [f"gated-narrow-N{wide}"], grouped.ONE_PASS, (*args, sizes), 0
+            yield [f"gated-narrow-N{wide}"], grouped.narrow, (*args, sizes), 0
         name = f"gated-D{width}-F{out}"
         yield [f"{name}-forward"], grouped.gated, ((x, low), (w, more), (w, more), weight, sizes), 0
         yield [f"{name}-backward"], grouped.gated_backward, ((x, low), (down, a), hidden, hidden, weight, sizes), 0

@@ -53,7 +53,8 @@ def grouped_mlp(
         implementation: as in `grouped_matmul`.
 
     Returns:
-        The results in x.dtype; zeros in rows of no group. Gradients have their arguments' dtypes.
+        The results in x.dtype; zeros in rows of no group, whose gradients must be finite. Gradients have their
+        arguments' dtypes.
 
     Raises:
         ValueError: shapes do not fit together.

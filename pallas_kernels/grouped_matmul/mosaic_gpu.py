@@ -151,8 +151,7 @@ class _Narrow:
         return product[:, : low.shape[1]], gradient[..., : low.shape[1]]
 
 
-ONE_PASS = _Narrow()
-narrow: _Narrow | None = None  # ONE_PASS, once a GPU has run it
+narrow = _Narrow()
 
 
 def _weights(weight: Array, rows: int) -> Array:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.grouped_matmul import GroupedLayer, grouped_mlp, mosaic_gpu, reference
+from pallas_kernels.grouped_matmul import GroupedLayer, grouped_mlp, reference
 from pallas_kernels.lora_linear import LOW_NAME
 
 SIZES = np.array([5, 0, 7, 1])
@@ -117,7 +117,6 @@ def test_shapes_that_do_not_fit_are_refused():
 def test_the_kernels_of_the_gpu_lower(rank, monkeypatch):
     """In a layer of which gate, up and low products are kept, so that no product is made again."""
     monkeypatch.setattr("pallas_kernels._platform.compute_capability", lambda: (9, 0))
-    monkeypatch.setattr(mosaic_gpu, "narrow", mosaic_gpu.ONE_PASS)
     rows, groups, width, out = 1024, 8, 512, 256
 
     def layer_of(high, wide):
