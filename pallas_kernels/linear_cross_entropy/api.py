@@ -84,7 +84,6 @@ def linear_cross_entropy(
             this device. The kernels take bf16 without bias, softcap, label_smoothing and metrics. They store no f32
             logits, but their exponentials, 2 bytes each, of as many more tokens at a time as the same room holds; below
             2**-40 of a row's reference, which is no more than its largest, they are 0 in a trained head's gradients.
-            A loss without gradients is XLA's.
 
     Returns:
         The f32 loss, in nats: one for each token, or their sum; with `metrics` a pair of it and the TokenMetrics.
@@ -203,7 +202,8 @@ def _head_gradient(head: _Head, grads: reference.Gradients, factor: Array | floa
 
 
 def _forward(how: reference.Settings, x: Array, head: _Head, labels: Array) -> tuple[Array, TokenMetrics | None]:
-    outcome = reference.forward(x, _dense(x, head), labels, how)
+    run = mosaic_gpu.loss_of_tokens if how.implementation == "mosaic_gpu" else reference.forward
+    outcome = run(x, _dense(x, head), labels, how)
     return outcome.loss, _metrics(outcome)
 
 

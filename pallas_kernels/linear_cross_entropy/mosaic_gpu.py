@@ -103,10 +103,7 @@ def loss_and_gradients(
     """
     weights = jnp.ones(labels.shape, jnp.float32) if weights is None else weights
     top = _reference(x, head.weight, labels, how)
-    tokens = tokens_at_a_time(how.chunk_tokens, how.group_tokens, head.weight.shape[0], trained=trained)
-    wide, narrow = (
-        dataclasses.replace(how, chunk_tokens=size, group_tokens=size) for size in (tokens, max(1, tokens // 4))
-    )
+    wide, narrow = _sizes(how, head.weight.shape[0], trained=trained)
 
     def group(carry: tuple[Gradients, None], starts: Array, size: int):
         (grads, _), start = carry, starts[0]
@@ -124,6 +121,31 @@ def loss_and_gradients(
         lambda: (outcome, grads),
         lambda: forward_and_gradients(x, head, labels, weights, narrow, trained=trained),
     )
+
+
+def loss_of_tokens(x: Float[Array, "*B T D"], head: Head, labels: Int[Array, "*B T"], how: Settings) -> Outcome:
+    """Return what `reference.forward` does, of what is not refused."""
+    top, vocabulary = _reference(x, head.weight, labels, how), head.weight.shape[0]
+    wide, narrow = _sizes(how, vocabulary, trained=False)
+
+    def group(carry: tuple[None, None], starts: Array, size: int):
+        labels_BC, top_BC = (cut(array, starts[0], size) for array in (labels, top))
+        x_BCD = cut(x, starts[0], size, axis=-2)
+        _, rows = _multiply(x_BCD, head.weight, labels_BC, top_BC, how, coded=False)
+        found = _outcome(rows, labels_BC, vocabulary, how), rows.safe(labels_BC, how, LARGEST)
+        return carry, jax.tree.map(lambda one: one[None], found)
+
+    _, (outcome, safe) = over_groups(group, None, lambda size, pieces: None, labels.shape, wide)
+    return jax.lax.cond(jnp.all(safe), lambda: outcome, lambda: forward(x, head, labels, narrow))
+
+
+def _sizes(how: Settings, vocabulary: int, *, trained: bool) -> tuple[Settings, Settings]:
+    """With as many tokens as are multiplied at a time, and with those of which all logits are computed again."""
+    tokens = tokens_at_a_time(how.chunk_tokens, how.group_tokens, vocabulary, trained=trained)
+    wide, narrow = (
+        dataclasses.replace(how, chunk_tokens=size, group_tokens=size) for size in (tokens, max(1, tokens // 4))
+    )
+    return wide, narrow
 
 
 def _reference(x: Array, weight: Array, labels: Array, how: Settings) -> Float[Array, "*B T"]:

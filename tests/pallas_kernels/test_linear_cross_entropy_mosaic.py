@@ -211,6 +211,19 @@ def test_loss_and_gradients(
             assert relative_error(got, exact) <= 1.05 * relative_error(theirs, exact)
 
 
+@pytest.mark.parametrize("kind", ["random", "all ignored", "sure of the label", "one huge logit", "too large"])
+def test_loss_alone(kind: str, on_hopper: None, capfd: pytest.CaptureFixture) -> None:
+    """Without gradients; in chunks of 80 tokens and what is left."""
+    x, head, labels = rows_of(kind)
+    loss = partial(linear_cross_entropy, z_loss=0.01, frozen_head=True, chunk_tokens=40, implementation="mosaic_gpu")
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+        by_token = np.asarray(loss(x, head, labels))
+    assert "RACE" not in capfd.readouterr().out
+    truth = oracle(x, head, labels, np.ones(labels.shape), 0.01)[0]
+    assert abs(by_token.sum() - truth) <= 1e-6 * max(truth, 1)
+    assert not by_token[labels == IGNORED].any()
+
+
 @pytest.mark.parametrize("kind", ["one huge logit", "too large"])
 def test_only_a_row_out_of_range_is_computed_again(kind: str, on_hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
     x, head, labels = rows_of(kind)
@@ -259,7 +272,7 @@ def test_what_is_asked_for_and_refused_names_it(on_hopper: None) -> None:
 
 
 def test_it_is_the_default_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What needs no gradients, or of many tokens weights known in the backward pass, goes over logits."""
+    """Of many tokens' weights known in the backward pass a trained head goes over logits."""
     assert explain().startswith("linear_cross_entropy: xla (mosaic_gpu refuses: ")
     assert not stores_exponentials(4096, 128256, jnp.bfloat16, trained=False)
     monkeypatch.setattr(_platform, "why_not_hopper", lambda **_: None)
@@ -274,8 +287,9 @@ def test_it_is_the_default_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> Non
         def loss(x, head, labels, frozen=frozen, reduction=reduction):
             return linear_cross_entropy(x, head, labels, frozen_head=frozen, reduction=reduction).sum()
 
-        text = jax.jit(jax.grad(loss)).trace(x, head, labels).lower(lowering_platforms=("cuda",)).as_text()
-        assert ("mosaic_gpu" in text) == kernels
+        for run in (loss, jax.grad(loss)):
+            text = jax.jit(run).trace(x, head, labels).lower(lowering_platforms=("cuda",)).as_text()
+            assert ("mosaic_gpu" in text) == kernels
 
 
 def test_everything_lowers_for_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
