@@ -3,8 +3,8 @@
 Usage: python scripts/check_linear_cross_entropy.py     (exit status 1 where a check fails)
 
 The whole loss beside a dense bf16 head's: the loss, with gradients and alone, may be off by 1e-6 of itself, a gradient
-by 1.05 times what the dense one's is. The head's product that gives exponentials alone, on vocabularies of real models, with references far
-from the logits. The same bits must come twice.
+by 1.05 times what the dense one's is. The head's product that gives exponentials alone, on vocabularies of real models,
+with references far from the logits. The same bits must come twice.
 """
 
 from __future__ import annotations
