@@ -15,7 +15,8 @@ from gymjax.adapters.lora import merge
 from gymjax.checkpoint.files import replacing
 from gymjax.checkpoint.hf import read_config, save_folder, stored_dtype
 from gymjax.checkpoint.load import LoadedModel, load_base, load_tokenizer, locate, with_adapter, with_own_base
-from gymjax.checkpoint.peft import CONFIG, WEIGHTS, read_adapter_config
+from gymjax.checkpoint.peft import CONFIG, WEIGHTS
+from gymjax.checkpoint.peft_config import read_adapter_config
 from gymjax.config import Config, ConfigError, load
 from gymjax.dtypes import Policy
 from gymjax.models.decoder import Decoder

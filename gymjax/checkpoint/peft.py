@@ -15,7 +15,8 @@ from gymjax.adapters.svd_start import EXACT, SvdStart, as_plain_lora, split_weig
 from gymjax.adapters.tensors import SUFFIXES, A, B, adapter_tensors, misfits, set_adapter_tensors
 from gymjax.checkpoint.adapter_base import CONFIG, check_base, own_base
 from gymjax.checkpoint.files import replacing, require_space
-from gymjax.checkpoint.hf import read_json, write_json
+from gymjax.checkpoint.hf import write_json
+from gymjax.checkpoint.peft_config import read_adapter_config
 from gymjax.checkpoint.peft_experts import from_peft, to_peft
 from gymjax.checkpoint.safetensors_io import Tensor, open_tensors, total_bytes, write_tensors
 from gymjax.models.decoder import Decoder
@@ -27,19 +28,6 @@ WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _EMBED, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _HEAD_BASE = "lm_head.base_layer.weight"  # the frozen head, which PEFT saves along with an adapter of it
-# Settings of PEFT's LoraConfig that change what the adapter computes, with the only values that are done here.
-_ONLY = {
-    "lora_bias": (False, None),
-    "bias": ("none", None),
-    "fan_in_fan_out": (False, None),
-    "trainable_token_indices": (None,),
-    "layer_replication": (None,),
-    "alora_invocation_tokens": (None,),
-    "use_qalora": (False, None),
-    "use_bdlora": (False, None),
-}
-# How PEFT started the factors, where loading needs nothing done about it.
-_STARTS = (True, False, None, "gaussian", "eva", "orthogonal", "pissa")
 
 
 def save_adapter(
@@ -158,37 +146,6 @@ def _module_names(model: Decoder, saved: Sequence[HFWeight], tied: bool) -> list
 def _weight_row(model: Decoder, weight: HFWeight) -> np.ndarray:
     value = node_at(model, weight.path).get_value()
     return np.asarray(value if weight.index is None else value[weight.index])
-
-
-def read_adapter_config(folder: Path) -> dict[str, Any]:
-    """An adapter folder's adapter_config.json, checked to describe an adapter that is done here.
-
-    Raises:
-        FileNotFoundError: no such folder, or no adapter in it.
-        ValueError: another kind of adapter than LoRA, or a variant of LoRA that is not done.
-    """
-    path = folder / CONFIG
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist; adapter_name_or_path must be a PEFT adapter folder")
-    config = read_json(path)
-    if config.get("peft_type") != "LORA":
-        raise ValueError(f"{path}: peft_type {config.get('peft_type')} is not supported; supported: LORA")
-    for key in ("r", "lora_alpha"):
-        if isinstance(config.get(key), bool) or not isinstance(config.get(key), int | float):
-            raise ValueError(
-                f"{path}: {key} must be a number, is {config.get(key)!r}; save the adapter again with PEFT"
-            )
-    start = config.get("init_lora_weights")
-    if start not in _STARTS:
-        raise ValueError(
-            f"{path}: init_lora_weights: {start} changed the base in a way that this file does not repeat; save the "
-            "adapter with PEFT's path_initial_model_for_weight_conversion, or save the changed base too and name it as "
-            "base_model_name_or_path, with init_lora_weights: true"
-        )
-    wrong = [f"{key}: {config[key]}" for key, values in _ONLY.items() if key in config and config[key] not in values]
-    if wrong:
-        raise ValueError(f"{path}: not supported: {', '.join(wrong)}; LoRA, rsLoRA and DoRA are")
-    return config
 
 
 def load_adapter(model: Decoder, folder: Path | str) -> LoraSpec:
