@@ -185,6 +185,7 @@ def load_adapter(model: Decoder, folder: Path | str) -> LoraSpec:
             f"{folder}: the adapter does not fit this base: {', '.join(unknown[:6]) or 'it holds no lora_A'} "
             f"is not part of it. It was trained on {config.get('base_model_name_or_path')}"
         )
+    _check_complete(folder, model, config, modules, whole)
     spec = _spec(config, modules)
     base = own_base(folder)
     if base is not None:
@@ -195,6 +196,34 @@ def load_adapter(model: Decoder, folder: Path | str) -> LoraSpec:
     _refuse(folder, set_adapter_tensors(model, adapted))
     _load_whole(folder, model, whole)
     return spec
+
+
+def _check_complete(
+    folder: Path, model: Decoder, config: Mapping[str, Any], modules: Sequence[str], whole: Iterable[str]
+) -> None:
+    """Refuses weights that lack what the adapter's config names: cut files, or a base of more layers.
+
+    Experts of a layer are checked to be alike when they are attached. Where the config narrows its names to some
+    layers, the tensors say which.
+    """
+    targets, saved = config.get("target_modules"), config.get("modules_to_save") or ()
+    narrowed = config.get("layers_to_transform") is not None or config.get("exclude_modules")
+    named = LoraSpec(targets=tuple(targets) if isinstance(targets, list) and not narrowed else ())
+    missing = [name for name in _linear_names(model) if named.is_target(name) and ".experts." not in name]
+    missing = [name for name in missing if name not in modules]
+    bases = {weight.name.rsplit(".", 1)[0] for weight in hf_weights(model.cfg)}
+    there = {name.rsplit(".", 1)[0] for name in whole}
+    missing += [
+        name
+        for name in saved
+        if any(base.endswith(name) for base in bases) and not any(module.endswith(name) for module in there)
+    ]
+    if missing:
+        raise ValueError(
+            f"{folder}: {WEIGHTS} lacks {', '.join(missing[:6])}{', ...' if missing[6:] else ''}, which {CONFIG} names "
+            f"in this base. The adapter was trained on {config.get('base_model_name_or_path')}: name that as "
+            "model_name_or_path, or copy the adapter's files again"
+        )
 
 
 def _spec(config: Mapping[str, Any], modules: Sequence[str]) -> LoraSpec:

@@ -179,6 +179,33 @@ def test_bad_adapter_of_another_base(adapter, make_model):
         load_adapter(make_model(), adapter)
 
 
+@pytest.mark.parametrize(
+    ("part", "config", "message"),
+    [
+        ("layers.1.", {}, r"lacks model\.layers\.1\.self_attn\.q_proj, .*names in this base.*trained on org/base"),
+        ("down_proj", {}, r"lacks model\.layers\.0\.mlp\.down_proj, model\.layers\.1\.mlp\.down_proj, which"),
+        ("none", {"modules_to_save": ["embed_tokens"]}, r"adapter_model.safetensors lacks embed_tokens, which"),
+    ],
+)
+def test_bad_adapter_that_lacks_what_its_config_names(adapter, make_model, part, config, message):
+    def cut(tensors):
+        for name in [name for name in tensors if part in name]:
+            del tensors[name]
+
+    edit(adapter, cut, **config)
+    with pytest.raises(ValueError, match=message):
+        load_adapter(make_model(), adapter)
+
+
+def test_adapters_of_some_layers_are_whole(adapter, make_model):
+    def cut(tensors):
+        for name in [name for name in tensors if "layers.1." in name]:
+            del tensors[name]
+
+    edit(adapter, cut, layers_to_transform=[0], rank_pattern={})
+    assert not load_adapter(make_model(), adapter).is_target("model.layers.1.self_attn.q_proj")
+
+
 def test_bad_adapter_with_half_a_pair(adapter, make_model):
     edit(adapter, lambda tensors: tensors.pop("base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"))
     with pytest.raises(ValueError, match=r"layers\.0\.self_attn\.q_proj\.lora_B\.weight is missing"):
