@@ -172,6 +172,12 @@ def load_adapter(model: Decoder, folder: Path | str) -> LoraSpec:
             f"{folder} holds adapter_model.bin, pickled and never read; save the adapter again with PEFT >= 0.5"
         )
     tensors = {name.removeprefix(_PREFIX): value for name, value in open_tensors(folder / WEIGHTS).items()}
+    whole_numbers = [f"{name} ({v.dtype})" for name, v in tensors.items() if not jnp.issubdtype(v.dtype, jnp.floating)]
+    if whole_numbers:
+        raise ValueError(
+            f"{folder / WEIGHTS}: weights must be floating-point, these are not: {', '.join(whole_numbers[:6])}; save "
+            "the adapter again with PEFT"
+        )
     config, tensors = from_peft(folder, model, config, tensors)
     _check_head(folder, model, tensors.pop(_HEAD_BASE, None))
     suffixes = SUFFIXES if config.get("use_dora") else (A, B)

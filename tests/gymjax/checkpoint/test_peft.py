@@ -212,6 +212,15 @@ def test_bad_adapter_with_half_a_pair(adapter, make_model):
         load_adapter(make_model(), adapter)
 
 
+def test_bad_adapter_of_whole_numbers(adapter, make_model):
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"
+    edit(adapter, lambda tensors: tensors.update({name: tensors[name].astype(np.int8)}))
+    with pytest.raises(
+        ValueError, match=r"must be floating-point, these are not: model.*q_proj.lora_B.weight \(int8\)"
+    ):
+        load_adapter(make_model(), adapter)
+
+
 def test_bad_adapter_pickled(adapter, make_model):
     (adapter / "adapter_model.safetensors").rename(adapter / "adapter_model.bin")
     with pytest.raises(FileNotFoundError, match=r"adapter_model\.bin, pickled and never read"):
