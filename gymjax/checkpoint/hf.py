@@ -37,6 +37,7 @@ ARCHITECTURES = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
 }
+SAVED_DTYPES = ("bfloat16", "float16", "float32")
 _STATE = ".quant_state.bitsandbytes__"
 
 
@@ -73,14 +74,24 @@ def open_folder(folder: Path) -> HFFolder:
     config = read_config(folder)
     tensors: dict[str, np.ndarray] = {}
     for path in _weight_files(folder):
-        tensors |= open_tensors(path)
+        found = open_tensors(path)
+        twice = sorted(found.keys() & tensors.keys())
+        if twice:
+            raise ValueError(
+                f"{path}: {', '.join(twice[:6])} {'stand' if twice[1:] else 'stands'} in an earlier shard too; fetch "
+                "the model's files again into an empty folder"
+            )
+        tensors |= found
     packed = frozenset(name.split(_STATE)[0] for name in tensors if _STATE in name)
     _check_quantization(folder, config.get("quantization_config"), bool(packed))
-    shapes = {
-        name: tuple(from_bitsandbytes(tensors, name).shape) if name in packed else value.shape
-        for name, value in tensors.items()
-        if not _describes_packed(name, packed)
-    }
+    try:
+        shapes = {
+            name: tuple(from_bitsandbytes(tensors, name).shape) if name in packed else value.shape
+            for name, value in tensors.items()
+            if not _describes_packed(name, packed)
+        }
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from None
     return HFFolder(str(folder), config, tensors, packed, shapes)
 
 
@@ -112,8 +123,18 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def stored_dtype(config: Mapping[str, Any]) -> str:
-    """Dtype of a model's weights on disk by its config.json, so that saving again neither rounds nor widens them."""
-    return str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    """Dtype of a model's weights on disk by its config.json, so that saving again neither rounds nor widens them.
+
+    Raises:
+        ValueError: it is none that models are saved in.
+    """
+    name = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    if name not in SAVED_DTYPES:
+        raise ValueError(
+            f"config.json: dtype must be one of {', '.join(SAVED_DTYPES)}, is {name!r}; write what the weights are "
+            "stored in"
+        )
+    return name
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -134,8 +155,8 @@ def read_json(path: Path) -> dict[str, Any]:
 def _weight_files(folder: Path) -> list[Path]:
     if (folder / INDEX).exists():
         weight_map = read_json(folder / INDEX).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise ValueError(f"{folder / INDEX} lacks weight_map; fetch the file again")
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise ValueError(f"{folder / INDEX} lacks weight_map, names of tensors with those of files; fetch it again")
         files = sorted(set(weight_map.values()))
         missing = [name for name in files if not (folder / name).is_file()]
         if missing:
@@ -157,6 +178,8 @@ def _weight_files(folder: Path) -> list[Path]:
 def _check_quantization(folder: Path, config: Mapping[str, Any] | None, packed: bool) -> None:
     if config is None and not packed:
         return
+    if config is not None and not isinstance(config, dict):
+        raise ValueError(f"{folder}/config.json: quantization_config must be an object, is {config!r}")
     config = config or {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
     method, kind = config.get("quant_method", "bitsandbytes"), config.get("bnb_4bit_quant_type")
     if method == "mxfp4":  # gpt-oss' experts, dequantized as they are read

@@ -12,6 +12,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+from jax.typing import DTypeLike
 
 DTYPES = {
     "F64": np.float64,
@@ -128,6 +129,20 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
                     f"{name} was declared {np.dtype(tensor.dtype)}{tensor.shape}, but is {value.dtype}{value.shape}"
                 )
             file.write(np.ascontiguousarray(value).reshape(-1).view(np.uint8))
+
+
+def rounded(value: np.ndarray, dtype: DTypeLike, name: str) -> np.ndarray:
+    """A tensor in the dtype to save.
+
+    Raises:
+        ValueError: a finite number of it is beyond what float16 holds.
+    """
+    with np.errstate(over="ignore"):
+        result = value.astype(dtype)
+    if result.dtype == np.float16 and (np.isinf(result) & ~np.isinf(value)).any():
+        largest = np.abs(value[~np.isinf(value)].astype(np.float32)).max()
+        raise ValueError(f"{name} holds {largest:g}, beyond float16's 65504; set export_dtype: bfloat16 or float32")
+    return result
 
 
 def total_bytes(tensors: Iterable[Tensor]) -> int:
