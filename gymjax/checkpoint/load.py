@@ -103,11 +103,7 @@ def open_base(config: ModelConfig, *, cutoff_len: int | None = None) -> OpenedBa
         hf_config = extend_context(hf_config, config.rope_scaling, cutoff_len)
     cfg = decoder_config(hf_config)
     tokenizer = load_tokenizer(path, source)
-    if len(tokenizer) > cfg.vocab_size:
-        raise ValueError(
-            f"{path}: the tokenizer has {len(tokenizer)} tokens, but the model embeds {cfg.vocab_size}; "
-            "tokenizer and weights must come from the same model"
-        )
+    _check_vocabulary(path, tokenizer, cfg)
     return OpenedBase(path, source, hf_config, cfg, tokenizer)
 
 
@@ -169,12 +165,22 @@ def with_adapter(loaded: LoadedModel, folder: Path) -> LoadedModel:
 
     Raises:
         FileNotFoundError: there is no adapter in the folder.
-        ValueError: it is damaged or does not fit the model.
+        ValueError: it is damaged or does not fit the model, nor does its tokenizer.
     """
     load_adapter(loaded.model, folder)
     if (folder / "tokenizer.json").exists():
-        return dataclasses.replace(loaded, tokenizer=load_tokenizer(folder))
+        tokenizer = load_tokenizer(folder)
+        _check_vocabulary(folder, tokenizer, loaded.model.cfg)
+        return dataclasses.replace(loaded, tokenizer=tokenizer)
     return loaded
+
+
+def _check_vocabulary(path: Path, tokenizer: PreTrainedTokenizerBase, cfg: DecoderConfig) -> None:
+    if len(tokenizer) > cfg.vocab_size:
+        raise ValueError(
+            f"{path}: the tokenizer has {len(tokenizer)} tokens, but the model embeds {cfg.vocab_size}; "
+            "tokenizer and weights must come from the same model"
+        )
 
 
 def locate(name: str, cache_dir: str | None = None) -> Path:

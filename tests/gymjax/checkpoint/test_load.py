@@ -1,11 +1,15 @@
+import copy
 import json
 import shutil
 import sys
 
+import jax
 import numpy as np
 import pytest
 
-from gymjax.checkpoint.load import load_base, load_tokenizer, locate
+from gymjax.adapters.lora import LoraSpec, attach
+from gymjax.checkpoint.load import load_base, load_tokenizer, locate, with_adapter
+from gymjax.checkpoint.peft import save_adapter
 from gymjax.config.sections import ModelConfig
 from gymjax.dtypes import policy
 from pallas_kernels.nf4_linear import NF4Weight
@@ -113,6 +117,16 @@ def test_bad_tokenizer_of_another_model(folder, byte_tokenizer):
     path.write_text(json.dumps(value))
     with pytest.raises(ValueError, match=r"the tokenizer has 27\d tokens, but the model embeds 272"):
         base(folder)
+
+
+def test_bad_tokenizer_of_an_adapter(folder, make_model, byte_tokenizer, tmp_path):
+    """Its tokens beyond the embedding were read as the last one."""
+    model, spec, more = make_model(), LoraSpec(rank=2), copy.deepcopy(byte_tokenizer)
+    attach(model, spec, key=jax.random.key(0))
+    more.add_tokens([f"<{i}>" for i in range(20)])
+    save_adapter(tmp_path / "adapter", model, spec, base="b", tokenizer=more)
+    with pytest.raises(ValueError, match=r"adapter: the tokenizer has 27\d tokens, but the model embeds 272"):
+        with_adapter(base(folder), tmp_path / "adapter")
 
 
 def test_bad_family(folder):
