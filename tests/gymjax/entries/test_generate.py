@@ -72,6 +72,20 @@ def test_bad_use_is_named(arguments, message):
     assert message in str(error.value)
 
 
+def test_a_prompt_that_cannot_be_answered_is_named_by_its_line(base, tmp_path):
+    path = tmp_path / "prompts.txt"
+    path.write_text("one\n\n" + 300 * "x" + "\n")
+    with pytest.raises(
+        ValueError, match=r"prompts\.txt:3: 3\d\d tokens \+ max_new_tokens 8 = 3\d\d exceeds the model's"
+    ):
+        entry.main([f"model_name_or_path={base}", f"prompt_file={path}", f"output_dir={tmp_path}", "max_new_tokens=8"])
+    bad = tmp_path / "bad.jinja"
+    bad.write_text("{{ raise_exception('no') }}")
+    arguments = [f"model_name_or_path={base}", f"prompt_file={path}", f"output_dir={tmp_path}", f"template={bad}"]
+    with pytest.raises(ValueError, match=r"prompts\.txt:1: the chat template .* refuses these messages: no"):
+        entry.main(arguments)
+
+
 def test_rows_of_every_shape_are_prompts(tmp_path):
     path = tmp_path / "prompts.jsonl"
     turns = [{"role": "user", "content": "a"}]

@@ -100,9 +100,9 @@ def test_no_piece_ends_inside_a_character_or_a_stop_text():
 @pytest.mark.parametrize(
     ("prompts", "settings", "message"),
     [
-        (["fine", ""], GREEDY, "prompt 2 of 2 is empty"),
-        ([[]], GREEDY, "prompt 1 of 1 is empty"),
-        ([[{"role": "user"}]], GREEDY, "prompt 1: a turn must have role and content"),
+        (["fine", ""], GREEDY, "prompt 2 of 2: the prompt is empty"),
+        ([[]], GREEDY, "prompt 1 of 1: the prompt is empty"),
+        ([[{"role": "user"}]], GREEDY, "prompt 1 of 1: a turn must have role and content"),
         (
             ["x" * 250],
             GREEDY,
