@@ -11,7 +11,7 @@ from pathlib import Path
 from gymjax.checkpoint.files import replacing
 from gymjax.checkpoint.load import LoadedModel, with_adapter
 from gymjax.checkpoint.peft import CONFIG as ADAPTER_CONFIG
-from gymjax.config import Config, ConfigError, GenerateConfig, load
+from gymjax.config import Config, ConfigError, GenerateConfig, check_writable, load
 from gymjax.inference import Answer, generate
 from gymjax.inference.prompts import Prompt
 from gymjax.inference.questions import Question, read_questions
@@ -119,6 +119,8 @@ def main(arguments: Sequence[str]) -> None:
     raw = flag(own, "raw")
     config = load(path, overrides)
     file = own.get("prompt_file")
+    if file is not None:
+        check_writable("output_dir", Path(config.train.output_dir))
     questions = [Question(own["prompt"], "", "command line")] if file is None else read_questions(file)
     loaded = load_adapted(config)
     prompts, names = [question.prompt for question in questions], [question.source for question in questions]

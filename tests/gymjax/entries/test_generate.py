@@ -86,6 +86,13 @@ def test_a_prompt_that_cannot_be_answered_is_named_by_its_line(base, tmp_path):
         entry.main(arguments)
 
 
+def test_answers_are_not_made_for_a_folder_that_cannot_be_written(base, tmp_path, rows_file):
+    (tmp_path / "file").write_text("")
+    for folder, message in (("file", "file is a file; give a folder"), ("file/out", "file/out cannot be written")):
+        with pytest.raises(ConfigError, match=message):
+            entry.main([f"model_name_or_path={base}", f"prompt_file={rows_file}", f"output_dir={tmp_path / folder}"])
+
+
 def test_rows_of_every_shape_are_prompts(tmp_path):
     path = tmp_path / "prompts.jsonl"
     turns = [{"role": "user", "content": "a"}]
