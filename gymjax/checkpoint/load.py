@@ -239,7 +239,7 @@ def load_tokenizer(path: Path, source: HFFolder | GGUFFile | None = None) -> Pre
             read_json(folder / name)
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-    except (ValueError, OSError, KeyError, TypeError, ImportError) as error:
+    except Exception as error:  # tokenizers raises nothing narrower
         raise ValueError(
             f"{folder}: transformers cannot read the tokenizer ({error}); fetch its files again"
         ) from error
@@ -248,7 +248,11 @@ def load_tokenizer(path: Path, source: HFFolder | GGUFFile | None = None) -> Pre
 
 def _generation_config(path: Path) -> dict[str, Any]:
     file = path / "generation_config.json"
-    return read_json(file) if path.is_dir() and file.exists() else {}
+    config = read_json(file) if path.is_dir() and file.exists() else {}
+    eos = config.get("eos_token_id")
+    if not all(isinstance(token, int) for token in (eos if isinstance(eos, list) else [0 if eos is None else eos])):
+        raise ValueError(f"{file}: eos_token_id must be a token's number or a list of them, is {eos!r}")
+    return config
 
 
 def _package_folder(package: str) -> Path:

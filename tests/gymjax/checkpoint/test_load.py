@@ -99,10 +99,20 @@ def test_bad_tokenizer_text(folder, name):
         base(folder)
 
 
-def test_bad_tokenizer_content(folder):
-    (folder / "tokenizer.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"transformers cannot read the tokenizer.*fetch its files again"):
+@pytest.mark.parametrize("change", [None, {"model": {"type": "New"}}, {"decoder": 5}])
+def test_bad_tokenizer_content(folder, change):
+    """A kind that this version of tokenizers does not know raises Exception itself."""
+    path = folder / "tokenizer.json"
+    path.write_text(json.dumps({} if change is None else json.loads(path.read_text()) | change))
+    with pytest.raises(ValueError, match=r"base: transformers cannot read the tokenizer.*fetch its files again"):
         load_tokenizer(folder)
+
+
+@pytest.mark.parametrize("eos", ["x", ["x"], {}, [1, None]])
+def test_bad_generation_config(folder, eos):
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+    with pytest.raises(ValueError, match=r"generation_config\.json: eos_token_id must be a token's number or a list"):
+        base(folder)
 
 
 def test_bad_tokenizer_of_another_model(folder, byte_tokenizer):
