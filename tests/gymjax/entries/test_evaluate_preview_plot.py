@@ -138,8 +138,13 @@ def test_experts_get_curves_of_their_own(tmp_path):
 def test_plot_says_what_is_wrong(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"holds no trainer_state\.json, nor does a checkpoint"):
         plot.main([str(tmp_path)])
-    (tmp_path / "trainer_state.json").write_text("{")
-    with pytest.raises(ValueError, match="has no readable log_history"):
-        plot.main([str(tmp_path)])
+    entries = [{"step": None, "loss": 1}], [{"step": 1, "loss": "x"}], [1], {}
+    texts = [b"{", b"\xff", b"[]", *(json.dumps({"log_history": entry}).encode() for entry in entries)]
+    for text in texts:
+        (tmp_path / "trainer_state.json").write_bytes(text)
+        with pytest.raises(
+            ValueError, match=r"trainer_state\.json (has no readable log_history|is not JSON|must hold)"
+        ):
+            plot.main([str(tmp_path)])
     with pytest.raises(ValueError, match="takes one argument"):
         plot.main([])
