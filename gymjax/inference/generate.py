@@ -178,9 +178,9 @@ def _read(run: _Run, state: Answers, prompts: Sequence[Sequence[int]]) -> list[A
 def _answer(run: _Run, ids: list[int], finished: bool, prompt_tokens: int) -> Answer:
     stopped = finished and ids[-1] in run.stop_ids
     text = to_text(run.tokenizer, ids[:-1] if stopped else ids)
-    at = find_stop(text, run.settings.stop)
-    if at < 0:
+    if find_stop(text, run.settings.stop) < 0:
         return Answer(text, ids, "stop" if finished else "length", prompt_tokens)
-    while find_stop(to_text(run.tokenizer, ids[:-1]), run.settings.stop) >= 0:  # tokens made before the text was seen
-        ids = ids[:-1]
-    return Answer(text[:at], ids, "stop", prompt_tokens)
+    # What was made before the text was seen goes first: an earlier stop text may end in it.
+    while find_stop(shorter := to_text(run.tokenizer, ids[:-1]), run.settings.stop) >= 0:
+        ids, text = ids[:-1], shorter
+    return Answer(text[: find_stop(text, run.settings.stop)], ids, "stop", prompt_tokens)
