@@ -124,6 +124,8 @@ def test_comparison_counts_differences_and_argmax():
         (["torch=false"], "nothing to compare"),
         (["tolerance=small"], "tolerance and tokens must be numbers"),
         (["tokens=0"], "must be above 0"),
+        (["tolerance=nan"], "must be above 0, are nan and 64"),
+        (["tolerance=inf"], "must be above 0, are inf and 64"),
     ],
 )
 def test_bad_verifications_are_named(base, arguments, message):
