@@ -18,6 +18,7 @@ from pallas_kernels.nf4_linear import NF4Weight
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+GENERATION = "generation_config.json"
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -223,7 +224,7 @@ def save_folder(
     """Write a folder that transformers loads, tensor by tensor, all files or none.
 
     Args:
-        folder: where to; files of other names that it holds stay.
+        folder: where to; files of other names that it holds stay, but for parts of a model that this one has none of.
         model: its adapters are not written: merge them first.
         hf_config: the base's config.json; dtype and architectures are brought up to date.
         dtype: of dense tensors: bf16, f16 or f32.
@@ -253,10 +254,11 @@ def save_folder(
             _write_index(temporary / INDEX, names, shards)
         write_json(temporary / "config.json", _updated_config(hf_config, dtype, tensors))
         if generation_config is not None:
-            write_json(temporary / "generation_config.json", generation_config)
+            write_json(temporary / GENERATION, generation_config)
         if tokenizer is not None:
             tokenizer.save_pretrained(str(temporary))
-    _remove_stale(folder, {*names, INDEX} if len(shards) > 1 else set(names))
+        written = {path.name for path in temporary.iterdir()}
+    _remove_stale(folder, written, with_tokenizer=tokenizer is not None)
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
@@ -293,8 +295,10 @@ def _updated_config(hf_config: Mapping[str, Any], dtype: DTypeLike, tensors: Map
     return config
 
 
-def _remove_stale(folder: Path, written: set[str]) -> None:
-    """Remove weight files of an earlier save that was cut into other shards."""
-    for path in [*folder.glob("model-*-of-*.safetensors"), folder / SINGLE, folder / INDEX]:
+def _remove_stale(folder: Path, written: set[str], *, with_tokenizer: bool) -> None:
+    """Remove what an earlier save left that this one has none of, and that would be read with it."""
+    stale = [*folder.glob("model-*-of-*.safetensors"), folder / SINGLE, folder / INDEX, folder / GENERATION]
+    stale += [folder / "chat_template.jinja"] if with_tokenizer else []
+    for path in stale:
         if path.name not in written:
             path.unlink(missing_ok=True)

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from gymjax.checkpoint.adapter_base import own_base
 from gymjax.checkpoint.gguf_file import GGUFFile
 from gymjax.checkpoint.gguf_tokenizer import tokenizer_from_gguf
-from gymjax.checkpoint.hf import HFFolder, open_folder, read_json
+from gymjax.checkpoint.hf import GENERATION, HFFolder, open_folder, read_json
 from gymjax.checkpoint.peft import load_adapter
 from gymjax.checkpoint.weights import Place, Split, blank_decoder, load_decoder
 from gymjax.config.sections import ModelConfig
@@ -247,7 +247,7 @@ def load_tokenizer(path: Path, source: HFFolder | GGUFFile | None = None) -> Pre
 
 
 def _generation_config(path: Path) -> dict[str, Any]:
-    file = path / "generation_config.json"
+    file = path / GENERATION
     config = read_json(file) if path.is_dir() and file.exists() else {}
     eos = config.get("eos_token_id")
     if not all(isinstance(token, int) for token in (eos if isinstance(eos, list) else [0 if eos is None else eos])):

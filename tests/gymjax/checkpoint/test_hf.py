@@ -1,4 +1,5 @@
 import collections
+import copy
 import json
 import shutil
 import tracemalloc
@@ -45,6 +46,17 @@ def test_single_file_replaces_shards(folder, tiny, config, load, logits):
     save_folder(folder, tiny, config, dtype="float32", export_size=7e-5)
     assert not (folder / "model.safetensors").exists()
     np.testing.assert_array_equal(logits(load(folder)), logits(tiny))
+
+
+def test_what_the_new_model_has_none_of_does_not_stay(folder, tiny, config, byte_tokenizer):
+    """Its answers would end at the old model's tokens and be asked through its chat template."""
+    plain = copy.deepcopy(byte_tokenizer)
+    plain.chat_template = None
+    (folder / "notes.txt").touch()
+    assert (folder / "chat_template.jinja").exists()
+    save_folder(folder, tiny, config, dtype="float32", tokenizer=plain)
+    files = {path.name for path in folder.iterdir()}
+    assert files == {"config.json", "model.safetensors", "notes.txt", "tokenizer.json", "tokenizer_config.json"}
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
