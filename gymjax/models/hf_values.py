@@ -41,7 +41,7 @@ _KINDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "a whole number of at least 1",
         is_whole,
         "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
-        "max_position_embeddings original_max_position_embeddings sliding_window num_experts num_local_experts "
+        "max_position_embeddings original_max_position_embeddings num_experts num_local_experts "
         "num_experts_per_tok moe_intermediate_size shared_expert_intermediate_size decoder_sparse_step "
         "sliding_window_pattern no_rope_layer_interval",
     ),
@@ -54,7 +54,12 @@ _KINDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
         "a number of at least 0",
         lambda value: is_number(value) and value >= 0,
-        "attn_logit_softcapping final_logit_softcapping clip_qkv max_window_layers",
+        "attn_logit_softcapping final_logit_softcapping clip_qkv",
+    ),
+    (
+        "a whole number of at least 0",  # transformers writes a window of 0 for none
+        lambda value: value == 0 or is_whole(value),
+        "sliding_window max_window_layers",
     ),
     (
         "true or false",
