@@ -234,7 +234,9 @@ def _read_state(key: str, entry: np.ndarray) -> dict[str, Any]:
     try:
         state = json.loads(np.asarray(entry).tobytes())
         rows, columns = state["shape"]
-        needed = {"blocksize": int, "dtype": str} | ({"nested_offset": float} if "nested_blocksize" in state else {})
+        needed = {"blocksize": int, "dtype": str} | (
+            {"nested_offset": int | float} if "nested_blocksize" in state else {}
+        )
         if all(isinstance(state[name], kind) for name, kind in needed.items()) and rows > 0 and columns > 0:
             return state
     except (ValueError, KeyError, TypeError):
