@@ -15,8 +15,7 @@ from gymjax.adapters.lora import merge
 from gymjax.checkpoint.files import replacing
 from gymjax.checkpoint.hf import read_config, save_folder, stored_dtype
 from gymjax.checkpoint.load import LoadedModel, load_base, load_tokenizer, locate, with_adapter, with_own_base
-from gymjax.checkpoint.peft import CONFIG, WEIGHTS
-from gymjax.checkpoint.peft_config import read_adapter_config
+from gymjax.checkpoint.peft import CONFIG, WEIGHTS, open_adapter
 from gymjax.config import Config, ConfigError, check_unmixed, check_writable, load
 from gymjax.dtypes import Policy
 from gymjax.models.decoder import Decoder
@@ -104,11 +103,7 @@ def export_adapter(adapter: Path, folder: Path | str) -> None:
         FileNotFoundError: there is no adapter.
         ValueError: it is not a LoRA adapter.
     """
-    read_adapter_config(adapter)
-    if not (adapter / WEIGHTS).is_file():
-        raise FileNotFoundError(
-            f"{adapter / WEIGHTS} does not exist; give an output folder or checkpoint-<step> of a run"
-        )
+    open_adapter(adapter)
     with replacing(Path(folder)) as temporary:
         for name in (CONFIG, WEIGHTS):
             shutil.copy2(adapter / name, temporary / name)

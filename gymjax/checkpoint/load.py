@@ -16,7 +16,7 @@ from gymjax.checkpoint.adapter_base import own_base
 from gymjax.checkpoint.gguf_file import GGUFFile
 from gymjax.checkpoint.gguf_tokenizer import tokenizer_from_gguf
 from gymjax.checkpoint.hf import GENERATION, HFFolder, open_folder, read_json
-from gymjax.checkpoint.peft import load_adapter
+from gymjax.checkpoint.peft import load_adapter, open_adapter
 from gymjax.checkpoint.weights import Place, Split, blank_decoder, load_decoder
 from gymjax.config.sections import ModelConfig
 from gymjax.dtypes import Policy
@@ -76,9 +76,13 @@ def with_own_base(config: ModelConfig, adapter: Path | str | None) -> ModelConfi
         adapter: PEFT folder; None for no adapter.
 
     Raises:
-        FileNotFoundError: the adapter needs a base of its own, which is not there.
+        FileNotFoundError: there is no adapter, or it needs a base of its own, which is not there.
+        ValueError: the adapter is damaged or not supported.
     """
-    base = None if adapter is None else own_base(Path(adapter))
+    if adapter is None:
+        return config
+    open_adapter(Path(adapter))  # mistakes in its files are found before a base is loaded
+    base = own_base(Path(adapter))
     return config if base is None else dataclasses.replace(config, model_name_or_path=str(base))
 
 

@@ -148,6 +148,30 @@ def _weight_row(model: Decoder, weight: HFWeight) -> np.ndarray:
     return np.asarray(value if weight.index is None else value[weight.index])
 
 
+def open_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """An adapter folder's config and its tensors, mapped, by the names of their modules.
+
+    Raises:
+        FileNotFoundError: no adapter, or only pickled weights.
+        ValueError: one that is not supported, or damaged weights.
+    """
+    config = read_adapter_config(folder)
+    if not (folder / WEIGHTS).exists() and (folder / "adapter_model.bin").exists():
+        raise FileNotFoundError(
+            f"{folder} holds adapter_model.bin, pickled and never read; save the adapter again with PEFT >= 0.5"
+        )
+    if not (folder / WEIGHTS).exists():
+        raise FileNotFoundError(f"{folder} holds {CONFIG} without {WEIGHTS}; copy the adapter's weights there too")
+    tensors = {name.removeprefix(_PREFIX): value for name, value in open_tensors(folder / WEIGHTS).items()}
+    whole_numbers = [f"{name} ({v.dtype})" for name, v in tensors.items() if not jnp.issubdtype(v.dtype, jnp.floating)]
+    if whole_numbers:
+        raise ValueError(
+            f"{folder / WEIGHTS}: weights must be floating-point, these are not: {', '.join(whole_numbers[:6])}; save "
+            "the adapter again with PEFT"
+        )
+    return config, tensors
+
+
 def load_adapter(model: Decoder, folder: Path | str) -> LoraSpec:
     """Attach the adapter of a PEFT folder to a model, in place; its modules_to_save become trained weights.
 
@@ -166,18 +190,7 @@ def load_adapter(model: Decoder, folder: Path | str) -> LoraSpec:
         ValueError: an adapter of another base, or one that is not supported; the message names the tensors.
     """
     folder = Path(folder)
-    config = read_adapter_config(folder)
-    if not (folder / WEIGHTS).exists() and (folder / "adapter_model.bin").exists():
-        raise FileNotFoundError(
-            f"{folder} holds adapter_model.bin, pickled and never read; save the adapter again with PEFT >= 0.5"
-        )
-    tensors = {name.removeprefix(_PREFIX): value for name, value in open_tensors(folder / WEIGHTS).items()}
-    whole_numbers = [f"{name} ({v.dtype})" for name, v in tensors.items() if not jnp.issubdtype(v.dtype, jnp.floating)]
-    if whole_numbers:
-        raise ValueError(
-            f"{folder / WEIGHTS}: weights must be floating-point, these are not: {', '.join(whole_numbers[:6])}; save "
-            "the adapter again with PEFT"
-        )
+    config, tensors = open_adapter(folder)
     config, tensors = from_peft(folder, model, config, tensors)
     _check_head(folder, model, tensors.pop(_HEAD_BASE, None))
     suffixes = SUFFIXES if config.get("use_dora") else (A, B)
@@ -253,15 +266,14 @@ def attach_blank(model: Decoder, folder: Path | str) -> LoraSpec:
         ValueError: one that is not supported, or of another base.
     """
     folder = Path(folder)
-    config = read_adapter_config(folder)
-    names = [name.removeprefix(_PREFIX) for name in open_tensors(folder / WEIGHTS)]
-    modules = {name.rpartition(".lora_")[0] for name in names if ".lora_" in name}
+    config, tensors = open_adapter(folder)
+    modules = {name.rpartition(".lora_")[0] for name in tensors if ".lora_" in name}
     known = set(_linear_names(model))
     spec = _spec(config, sorted(modules & known) or config["target_modules"])
     if config.get("init_lora_weights") == "pissa":
         spec = dataclasses.replace(spec, rank=2 * spec.rank)
     attach(model, spec, key=jax.random.key(0))
-    whole = {name for name in names if ".lora_" not in name and name != _HEAD_BASE}
+    whole = {name for name in tensors if ".lora_" not in name and name != _HEAD_BASE}
     whole -= {_HEAD} if model.cfg.tie_embeddings else set()
     train_modules(model, sorted({name.rsplit(".", 1)[0] for name in whole}), key="modules_to_save")
     return spec

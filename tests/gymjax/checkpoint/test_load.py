@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from gymjax.adapters.lora import LoraSpec, attach
-from gymjax.checkpoint.load import load_base, load_tokenizer, locate, with_adapter
+from gymjax.checkpoint.load import load_base, load_tokenizer, locate, with_adapter, with_own_base
 from gymjax.checkpoint.peft import save_adapter
 from gymjax.config.sections import ModelConfig
 from gymjax.dtypes import policy
@@ -127,6 +127,11 @@ def test_bad_tokenizer_of_another_model(folder, byte_tokenizer):
     path.write_text(json.dumps(value))
     with pytest.raises(ValueError, match=r"the tokenizer has 27\d tokens, but the model embeds 272"):
         base(folder)
+
+
+def test_bad_adapter_is_found_before_a_base(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"adapter_name_or_path must be a PEFT adapter folder"):
+        with_own_base(ModelConfig(model_name_or_path="of 70 billion weights"), tmp_path)
 
 
 def test_bad_tokenizer_of_an_adapter(folder, make_model, byte_tokenizer, tmp_path):

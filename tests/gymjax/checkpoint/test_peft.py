@@ -227,6 +227,12 @@ def test_bad_adapter_pickled(adapter, make_model):
         load_adapter(make_model(), adapter)
 
 
+def test_bad_adapter_without_weights(adapter, make_model):
+    (adapter / "adapter_model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=r"holds adapter_config\.json without adapter_model\.safetensors; copy"):
+        load_adapter(make_model(), adapter)
+
+
 def test_bad_adapter_over_an_adapter(adapter, tiny):
     with pytest.raises(ValueError, match=r"has an adapter already"):
         load_adapter(tiny, adapter)
