@@ -12,11 +12,12 @@ import jax
 from gymjax.checkpoint.files import replacing
 from gymjax.checkpoint.hf import write_json
 from gymjax.checkpoint.load import LoadedModel
-from gymjax.config import Config, ConfigError, load
+from gymjax.config import Config, ConfigError, check_writable, load
 from gymjax.data import DataReport, prepare
 from gymjax.generate import load_adapted
 from gymjax.training.command import keys_text, run, split_arguments
 from gymjax.training.evaluate import evaluate
+from gymjax.training.inputs import check_positions
 from gymjax.training.setup import ATTENTION
 
 
@@ -32,6 +33,7 @@ def evaluate_config(config: Config, loaded: LoadedModel | None = None) -> tuple[
 
     Raises:
         ConfigError: no evaluation data is named.
+        ValueError: a row is longer than the model has positions.
     """
     if not config.data.eval_dataset and not config.data.val_size:
         raise ConfigError("nothing to evaluate on: give eval_dataset, or val_size to hold out a part of dataset")
@@ -40,6 +42,7 @@ def evaluate_config(config: Config, loaded: LoadedModel | None = None) -> tuple[
     prepared = prepare(data, loaded.tokenizer, stage=config.train.stage, seed=config.train.seed)
     if prepared.eval is None:
         raise ConfigError("no row is left to evaluate on; see the rows dropped in the data report")
+    check_positions(loaded.model.cfg, dataclasses.replace(prepared, train=None))
     rows = config.train.per_device_eval_batch_size * jax.device_count()
     attention = ATTENTION[config.model.flash_attn]
     metrics = evaluate(loaded.model, prepared.eval, rows=rows, cutoff_len=config.data.cutoff_len, attention=attention)
@@ -61,6 +64,8 @@ eval_results.json there. Keys:
 def main(arguments: Sequence[str]) -> None:
     """Evaluates, prints, and writes eval_results.json."""
     config = load(*split_arguments(arguments))
+    if "output_dir" in config.explicit:
+        check_writable("output_dir", Path(config.train.output_dir))
     metrics, report = evaluate_config(config)
     for line in report.lines():
         print(line)

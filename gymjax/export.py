@@ -15,8 +15,8 @@ from gymjax.adapters.lora import merge
 from gymjax.checkpoint.files import replacing
 from gymjax.checkpoint.hf import read_config, save_folder, stored_dtype
 from gymjax.checkpoint.load import LoadedModel, load_base, load_tokenizer, locate, with_adapter, with_own_base
-from gymjax.checkpoint.peft import CONFIG, WEIGHTS, read_adapter_config
-from gymjax.config import Config, ConfigError, load
+from gymjax.checkpoint.peft import CONFIG, WEIGHTS, open_adapter
+from gymjax.config import Config, ConfigError, check_unmixed, check_writable, load
 from gymjax.dtypes import Policy
 from gymjax.models.decoder import Decoder
 from gymjax.models.names import linears
@@ -103,11 +103,7 @@ def export_adapter(adapter: Path, folder: Path | str) -> None:
         FileNotFoundError: there is no adapter.
         ValueError: it is not a LoRA adapter.
     """
-    read_adapter_config(adapter)
-    if not (adapter / WEIGHTS).is_file():
-        raise FileNotFoundError(
-            f"{adapter / WEIGHTS} does not exist; give an output folder or checkpoint-<step> of a run"
-        )
+    open_adapter(adapter)
     with replacing(Path(folder)) as temporary:
         for name in (CONFIG, WEIGHTS):
             shutil.copy2(adapter / name, temporary / name)
@@ -115,16 +111,16 @@ def export_adapter(adapter: Path, folder: Path | str) -> None:
             load_tokenizer(adapter).save_pretrained(str(temporary))
 
 
-def check_target(folder: Path, overwrite: bool) -> None:
-    """Refuses to mix an export with what a folder holds.
+def check_target(folder: Path, overwrite: bool, *, adapter: bool) -> None:
+    """Refuses to mix an export, of an adapter alone or of a model, with what a folder holds.
 
     Raises:
-        ConfigError: the folder is a file, or not empty without `overwrite`.
+        ConfigError: the folder cannot be written, is not empty without `overwrite`, or holds weights of the other kind.
     """
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"export_dir: {folder} is a file; give a folder")
+    check_writable("export_dir", folder)
     if not overwrite and folder.is_dir() and any(folder.iterdir()):
         raise ConfigError(f"export_dir: {folder} is not empty; give another folder, or overwrite=true to write into it")
+    check_unmixed("export_dir", folder, adapter=adapter)
 
 
 def usage() -> str:
@@ -148,7 +144,7 @@ def main(arguments: Sequence[str]) -> None:
     if config.export.export_dir is None:
         raise ConfigError("export_dir must be given: the folder to write")
     folder, adapter = Path(config.export.export_dir), adapter_folder(config)
-    check_target(folder, overwrite)
+    check_target(folder, overwrite, adapter=not merging)
     if not merging:
         if adapter is None:
             raise ConfigError("merge=false needs an adapter: give adapter_name_or_path, or the output_dir of a run")

@@ -11,7 +11,7 @@ from pathlib import Path
 from gymjax.checkpoint.files import replacing
 from gymjax.checkpoint.load import LoadedModel, with_adapter
 from gymjax.checkpoint.peft import CONFIG as ADAPTER_CONFIG
-from gymjax.config import Config, ConfigError, GenerateConfig, load
+from gymjax.config import Config, ConfigError, GenerateConfig, check_writable, load
 from gymjax.inference import Answer, generate
 from gymjax.inference.prompts import Prompt
 from gymjax.inference.questions import Question, read_questions
@@ -54,7 +54,12 @@ def fitting(settings: GenerateConfig, config: Config, loaded: LoadedModel) -> Ge
 
 
 def answer_prompts(
-    loaded: LoadedModel, prompts: Sequence[Prompt], config: Config, *, raw: bool = False
+    loaded: LoadedModel,
+    prompts: Sequence[Prompt],
+    config: Config,
+    *,
+    raw: bool = False,
+    names: Sequence[str] | None = None,
 ) -> list[Answer]:
     """Answers prompts as a config says.
 
@@ -63,6 +68,7 @@ def answer_prompts(
         prompts: texts, or conversations ([{"role", "content"}]).
         config: sampling, seed, template, default_system and attention are read.
         raw: continue texts as they are instead of asking them through the chat template.
+        names: of the prompts in errors, such as "file:line"; None for their numbers.
     """
     has_template = config.data.template is not None or bool(loaded.tokenizer.chat_template)
     asked = has_template and not raw
@@ -77,6 +83,7 @@ def answer_prompts(
         generation_eos=loaded.generation_config.get("eos_token_id"),
         batch_size=config.train.per_device_eval_batch_size,
         attention=ATTENTION[config.model.flash_attn],
+        names=names,
     )
 
 
@@ -112,9 +119,12 @@ def main(arguments: Sequence[str]) -> None:
     raw = flag(own, "raw")
     config = load(path, overrides)
     file = own.get("prompt_file")
+    if file is not None:
+        check_writable("output_dir", Path(config.train.output_dir))
     questions = [Question(own["prompt"], "", "command line")] if file is None else read_questions(file)
     loaded = load_adapted(config)
-    answers = answer_prompts(loaded, [question.prompt for question in questions], config, raw=raw)
+    prompts, names = [question.prompt for question in questions], [question.source for question in questions]
+    answers = answer_prompts(loaded, prompts, config, raw=raw, names=names)
     if file is None:
         print(answers[0].text)
     else:

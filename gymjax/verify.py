@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import math
 import os
 import subprocess
 import sys
@@ -262,7 +263,7 @@ def main(arguments: Sequence[str]) -> int:
         tolerance, tokens = float(own.get("tolerance", "1e-4")), int(own.get("tokens", "64"))
     except ValueError as error:
         raise ConfigError(f"command line: tolerance and tokens must be numbers ({error})") from None
-    if tolerance <= 0 or tokens < 1:
+    if not 0 < tolerance < math.inf or tokens < 1:
         raise ConfigError(f"command line: tolerance and tokens must be above 0, are {tolerance:g} and {tokens}")
     found = verify(load(path, overrides), torch=flag(own, "torch", default=True), tolerance=tolerance, tokens=tokens)
     print(report(found))

@@ -32,7 +32,7 @@ def own_base(adapter: Path) -> Path | None:
         FileNotFoundError: there is none in these places.
     """
     config = adapter / CONFIG
-    named = Path(read_json(config).get("base_model_name_or_path") or "") if config.is_file() else Path()
+    named = Path(str(read_json(config).get("base_model_name_or_path") or "")) if config.is_file() else Path()
     if named.name != RESIDUAL:
         return None
     places = (adapter / RESIDUAL, adapter.absolute().parent / RESIDUAL, named)

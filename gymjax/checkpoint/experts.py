@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
-from gymjax.checkpoint.safetensors_io import Tensor
+from gymjax.checkpoint.safetensors_io import Tensor, rounded
 from gymjax.checkpoint.source import Source
 from gymjax.models.decoder import Decoder
 from gymjax.models.decoder_config import DecoderConfig
@@ -135,10 +135,11 @@ def fused_tensors(model: Decoder, dtype: DTypeLike) -> Iterator[tuple[str, Tenso
         block, prefix = ("stacks", s, p, "mlp"), f"model.layers.{i}.{experts_name(moe)}"
         E, F, D = moe.experts, moe.ffn_width, model.cfg.width
 
-        def row(*path: str, block: tuple = block, r: int = r) -> np.ndarray:
+        def row(*path: str, block: tuple = block, r: int = r, prefix: str = prefix) -> np.ndarray:
             """One layer's variable, dense, on the host."""
             value = jax.tree.map(lambda leaf: np.asarray(leaf[r]), node_at(model, (*block, *path)).get_value())
-            return np.asarray(dequantize(value) if isinstance(value, NF4Weight) else value).astype(dtype)
+            dense = np.asarray(dequantize(value) if isinstance(value, NF4Weight) else value)
+            return rounded(dense, dtype, f"{prefix}.{'.'.join(path)}")
 
         def gate_up(kind: str, row: Callable = row) -> np.ndarray:
             """Gate's and up's outputs in turn."""

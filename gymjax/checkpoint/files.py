@@ -43,15 +43,17 @@ def replacing(folder: Path) -> Generator[Path]:
     temporary.mkdir()
     try:
         yield temporary
-        for path in temporary.iterdir():
+        for path in _files(temporary):
             sync(path)
         if folder.exists():
-            for path in sorted(temporary.iterdir(), key=_indexes_last):
-                path.replace(folder / path.name)
+            for path in sorted(_files(temporary), key=_indexes_last):
+                target = folder / path.relative_to(temporary)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                path.replace(target)
         else:
             temporary.rename(folder)
         sync(folder.parent)
-    except OSError as error:
+    except Exception as error:  # tokenizers raises nothing narrower
         if is_disk_full(error):
             raise disk_full(folder, "the write stopped half-way") from error
         raise
@@ -66,6 +68,11 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def _files(folder: Path) -> list[Path]:
+    """Files, those in folders too: transformers has one for a tokenizer's further chat templates."""
+    return [path for path in folder.rglob("*") if path.is_file()]
 
 
 def _indexes_last(path: Path) -> tuple[bool, str]:

@@ -129,7 +129,10 @@ class GGUFFile:
         if kind == "none":
             return {"rope_type": "default", "rope_theta": theta}
         if kind == "linear":
-            return {"rope_type": "linear", "rope_theta": theta, "factor": float(get("rope.scaling.factor"))}
+            factor = get("rope.scaling.factor")
+            if factor is None:
+                raise ValueError(f"{self.origin}: linear rope scaling lacks its rope.scaling.factor; fetch it again")
+            return {"rope_type": "linear", "rope_theta": theta, "factor": float(factor)}
         raise ValueError(f"{self.origin}: rope scaling {kind!r} is not supported; supported: none, linear, llama3")
 
 

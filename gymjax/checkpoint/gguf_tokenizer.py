@@ -50,19 +50,27 @@ def tokenizer_from_gguf(file: GGUFFile) -> PreTrainedTokenizerFast:
         )
     if cut not in _PRE_TOKENIZERS:
         raise ValueError(f"{file.origin}: pre-tokenizer {cut!r} is not known ({', '.join(_PRE_TOKENIZERS)}); {remedy}")
-    tokens = file.field("tokenizer.ggml.tokens")
-    merges = [tuple(merge.split(" ", 1)) for merge in file.field("tokenizer.ggml.merges", [])]
-    backend = Tokenizer(
-        BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges, ignore_merges=cut == "llama-bpe")
-    )
+    needed = ("tokens", "merges", "token_type")
+    tokens, merges, types = (file.field(f"tokenizer.ggml.{key}") for key in needed)
+    missing = [f"tokenizer.ggml.{key}" for key, value in zip(needed, (tokens, merges, types)) if not value]
+    if missing:
+        raise ValueError(f"{file.origin}: the file lacks {', '.join(missing)}; {remedy}")
+    vocabulary, pairs = {token: i for i, token in enumerate(tokens)}, [tuple(merge.split(" ", 1)) for merge in merges]
+    try:
+        backend = Tokenizer(BPE(vocab=vocabulary, merges=pairs, ignore_merges=cut == "llama-bpe"))
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise ValueError(f"{file.origin}: its tokenizer is damaged ({error}); fetch it again, or {remedy}") from error
     backend.pre_tokenizer = _PRE_TOKENIZERS[cut]()
     backend.decoder = decoders.ByteLevel()
-    backend.add_tokens(_added_tokens(file, tokens))
-    special = {
-        f"{kind}_token": tokens[index]
-        for kind, key in {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}.items()
-        if (index := file.field(f"tokenizer.ggml.{key}_token_id")) is not None
-    }
+    backend.add_tokens(_added_tokens(tokens, types))
+    special = {}
+    for kind, key in {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}.items():
+        index = file.field(f"tokenizer.ggml.{key}_token_id")
+        if index is not None and not 0 <= index < len(tokens):
+            raise ValueError(
+                f"{file.origin}: tokenizer.ggml.{key}_token_id {index} is none of its {len(tokens)} tokens; {remedy}"
+            )
+        special |= {} if index is None else {f"{kind}_token": tokens[index]}
     if file.field("tokenizer.ggml.add_bos_token", cut == "llama-bpe") and "bos_token" in special:
         bos = special["bos_token"]
         backend.post_processor = processors.TemplateProcessing(
@@ -71,9 +79,8 @@ def tokenizer_from_gguf(file: GGUFFile) -> PreTrainedTokenizerFast:
     return _wrap(backend, special, file)
 
 
-def _added_tokens(file: GGUFFile, tokens: list[str]) -> list[AddedToken]:
+def _added_tokens(tokens: list[str], types: list[int]) -> list[AddedToken]:
     """Tokens that are matched whole before the text is cut."""
-    types = file.field("tokenizer.ggml.token_type", [])
     return [
         AddedToken(token, special=kind == _CONTROL, normalized=False)
         for token, kind in zip(tokens, types)

@@ -18,6 +18,7 @@ from pallas_kernels.nf4_linear import NF4Weight
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+GENERATION = "generation_config.json"
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -37,6 +38,7 @@ ARCHITECTURES = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
 }
+SAVED_DTYPES = ("bfloat16", "float16", "float32")
 _STATE = ".quant_state.bitsandbytes__"
 
 
@@ -73,14 +75,24 @@ def open_folder(folder: Path) -> HFFolder:
     config = read_config(folder)
     tensors: dict[str, np.ndarray] = {}
     for path in _weight_files(folder):
-        tensors |= open_tensors(path)
+        found = open_tensors(path)
+        twice = sorted(found.keys() & tensors.keys())
+        if twice:
+            raise ValueError(
+                f"{path}: {', '.join(twice[:6])} {'stand' if twice[1:] else 'stands'} in an earlier shard too; fetch "
+                "the model's files again into an empty folder"
+            )
+        tensors |= found
     packed = frozenset(name.split(_STATE)[0] for name in tensors if _STATE in name)
     _check_quantization(folder, config.get("quantization_config"), bool(packed))
-    shapes = {
-        name: tuple(from_bitsandbytes(tensors, name).shape) if name in packed else value.shape
-        for name, value in tensors.items()
-        if not _describes_packed(name, packed)
-    }
+    try:
+        shapes = {
+            name: tuple(from_bitsandbytes(tensors, name).shape) if name in packed else value.shape
+            for name, value in tensors.items()
+            if not _describes_packed(name, packed)
+        }
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from None
     return HFFolder(str(folder), config, tensors, packed, shapes)
 
 
@@ -112,8 +124,18 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def stored_dtype(config: Mapping[str, Any]) -> str:
-    """Dtype of a model's weights on disk by its config.json, so that saving again neither rounds nor widens them."""
-    return str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    """Dtype of a model's weights on disk by its config.json, so that saving again neither rounds nor widens them.
+
+    Raises:
+        ValueError: it is none that models are saved in.
+    """
+    name = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    if name not in SAVED_DTYPES:
+        raise ValueError(
+            f"config.json: dtype must be one of {', '.join(SAVED_DTYPES)}, is {name!r}; write what the weights are "
+            "stored in"
+        )
+    return name
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -134,8 +156,8 @@ def read_json(path: Path) -> dict[str, Any]:
 def _weight_files(folder: Path) -> list[Path]:
     if (folder / INDEX).exists():
         weight_map = read_json(folder / INDEX).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise ValueError(f"{folder / INDEX} lacks weight_map; fetch the file again")
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise ValueError(f"{folder / INDEX} lacks weight_map, names of tensors with those of files; fetch it again")
         files = sorted(set(weight_map.values()))
         missing = [name for name in files if not (folder / name).is_file()]
         if missing:
@@ -157,6 +179,8 @@ def _weight_files(folder: Path) -> list[Path]:
 def _check_quantization(folder: Path, config: Mapping[str, Any] | None, packed: bool) -> None:
     if config is None and not packed:
         return
+    if config is not None and not isinstance(config, dict):
+        raise ValueError(f"{folder}/config.json: quantization_config must be an object, is {config!r}")
     config = config or {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
     method, kind = config.get("quant_method", "bitsandbytes"), config.get("bnb_4bit_quant_type")
     if method == "mxfp4":  # gpt-oss' experts, dequantized as they are read
@@ -200,7 +224,7 @@ def save_folder(
     """Write a folder that transformers loads, tensor by tensor, all files or none.
 
     Args:
-        folder: where to; files of other names that it holds stay.
+        folder: where to; files of other names that it holds stay, but for parts of a model that this one has none of.
         model: its adapters are not written: merge them first.
         hf_config: the base's config.json; dtype and architectures are brought up to date.
         dtype: of dense tensors: bf16, f16 or f32.
@@ -230,10 +254,11 @@ def save_folder(
             _write_index(temporary / INDEX, names, shards)
         write_json(temporary / "config.json", _updated_config(hf_config, dtype, tensors))
         if generation_config is not None:
-            write_json(temporary / "generation_config.json", generation_config)
+            write_json(temporary / GENERATION, generation_config)
         if tokenizer is not None:
             tokenizer.save_pretrained(str(temporary))
-    _remove_stale(folder, {*names, INDEX} if len(shards) > 1 else set(names))
+        written = {path.name for path in temporary.iterdir()}
+    _remove_stale(folder, written, with_tokenizer=tokenizer is not None)
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
@@ -270,8 +295,10 @@ def _updated_config(hf_config: Mapping[str, Any], dtype: DTypeLike, tensors: Map
     return config
 
 
-def _remove_stale(folder: Path, written: set[str]) -> None:
-    """Remove weight files of an earlier save that was cut into other shards."""
-    for path in [*folder.glob("model-*-of-*.safetensors"), folder / SINGLE, folder / INDEX]:
+def _remove_stale(folder: Path, written: set[str], *, with_tokenizer: bool) -> None:
+    """Remove what an earlier save left that this one has none of, and that would be read with it."""
+    stale = [*folder.glob("model-*-of-*.safetensors"), folder / SINGLE, folder / INDEX, folder / GENERATION]
+    stale += [folder / "chat_template.jinja"] if with_tokenizer else []
+    for path in stale:
         if path.name not in written:
             path.unlink(missing_ok=True)

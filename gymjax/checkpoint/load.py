@@ -15,8 +15,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from gymjax.checkpoint.adapter_base import own_base
 from gymjax.checkpoint.gguf_file import GGUFFile
 from gymjax.checkpoint.gguf_tokenizer import tokenizer_from_gguf
-from gymjax.checkpoint.hf import HFFolder, open_folder, read_json
-from gymjax.checkpoint.peft import load_adapter
+from gymjax.checkpoint.hf import GENERATION, HFFolder, open_folder, read_json
+from gymjax.checkpoint.peft import load_adapter, open_adapter
 from gymjax.checkpoint.weights import Place, Split, blank_decoder, load_decoder
 from gymjax.config.sections import ModelConfig
 from gymjax.dtypes import Policy
@@ -76,9 +76,13 @@ def with_own_base(config: ModelConfig, adapter: Path | str | None) -> ModelConfi
         adapter: PEFT folder; None for no adapter.
 
     Raises:
-        FileNotFoundError: the adapter needs a base of its own, which is not there.
+        FileNotFoundError: there is no adapter, or it needs a base of its own, which is not there.
+        ValueError: the adapter is damaged or not supported.
     """
-    base = None if adapter is None else own_base(Path(adapter))
+    if adapter is None:
+        return config
+    open_adapter(Path(adapter))  # mistakes in its files are found before a base is loaded
+    base = own_base(Path(adapter))
     return config if base is None else dataclasses.replace(config, model_name_or_path=str(base))
 
 
@@ -103,11 +107,7 @@ def open_base(config: ModelConfig, *, cutoff_len: int | None = None) -> OpenedBa
         hf_config = extend_context(hf_config, config.rope_scaling, cutoff_len)
     cfg = decoder_config(hf_config)
     tokenizer = load_tokenizer(path, source)
-    if len(tokenizer) > cfg.vocab_size:
-        raise ValueError(
-            f"{path}: the tokenizer has {len(tokenizer)} tokens, but the model embeds {cfg.vocab_size}; "
-            "tokenizer and weights must come from the same model"
-        )
+    _check_vocabulary(path, tokenizer, cfg)
     return OpenedBase(path, source, hf_config, cfg, tokenizer)
 
 
@@ -169,12 +169,22 @@ def with_adapter(loaded: LoadedModel, folder: Path) -> LoadedModel:
 
     Raises:
         FileNotFoundError: there is no adapter in the folder.
-        ValueError: it is damaged or does not fit the model.
+        ValueError: it is damaged or does not fit the model, nor does its tokenizer.
     """
     load_adapter(loaded.model, folder)
     if (folder / "tokenizer.json").exists():
-        return dataclasses.replace(loaded, tokenizer=load_tokenizer(folder))
+        tokenizer = load_tokenizer(folder)
+        _check_vocabulary(folder, tokenizer, loaded.model.cfg)
+        return dataclasses.replace(loaded, tokenizer=tokenizer)
     return loaded
+
+
+def _check_vocabulary(path: Path, tokenizer: PreTrainedTokenizerBase, cfg: DecoderConfig) -> None:
+    if len(tokenizer) > cfg.vocab_size:
+        raise ValueError(
+            f"{path}: the tokenizer has {len(tokenizer)} tokens, but the model embeds {cfg.vocab_size}; "
+            "tokenizer and weights must come from the same model"
+        )
 
 
 def locate(name: str, cache_dir: str | None = None) -> Path:
@@ -233,7 +243,7 @@ def load_tokenizer(path: Path, source: HFFolder | GGUFFile | None = None) -> Pre
             read_json(folder / name)
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-    except (ValueError, OSError, KeyError, TypeError, ImportError) as error:
+    except Exception as error:  # tokenizers raises nothing narrower
         raise ValueError(
             f"{folder}: transformers cannot read the tokenizer ({error}); fetch its files again"
         ) from error
@@ -241,8 +251,12 @@ def load_tokenizer(path: Path, source: HFFolder | GGUFFile | None = None) -> Pre
 
 
 def _generation_config(path: Path) -> dict[str, Any]:
-    file = path / "generation_config.json"
-    return read_json(file) if path.is_dir() and file.exists() else {}
+    file = path / GENERATION
+    config = read_json(file) if path.is_dir() and file.exists() else {}
+    eos = config.get("eos_token_id")
+    if not all(isinstance(token, int) for token in (eos if isinstance(eos, list) else [0 if eos is None else eos])):
+        raise ValueError(f"{file}: eos_token_id must be a token's number or a list of them, is {eos!r}")
+    return config
 
 
 def _package_folder(package: str) -> Path:

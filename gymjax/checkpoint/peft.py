@@ -15,7 +15,8 @@ from gymjax.adapters.svd_start import EXACT, SvdStart, as_plain_lora, split_weig
 from gymjax.adapters.tensors import SUFFIXES, A, B, adapter_tensors, misfits, set_adapter_tensors
 from gymjax.checkpoint.adapter_base import CONFIG, check_base, own_base
 from gymjax.checkpoint.files import replacing, require_space
-from gymjax.checkpoint.hf import read_json, write_json
+from gymjax.checkpoint.hf import write_json
+from gymjax.checkpoint.peft_config import read_adapter_config
 from gymjax.checkpoint.peft_experts import from_peft, to_peft
 from gymjax.checkpoint.safetensors_io import Tensor, open_tensors, total_bytes, write_tensors
 from gymjax.models.decoder import Decoder
@@ -27,19 +28,6 @@ WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _EMBED, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _HEAD_BASE = "lm_head.base_layer.weight"  # the frozen head, which PEFT saves along with an adapter of it
-# Settings of PEFT's LoraConfig that change what the adapter computes, with the only values that are done here.
-_ONLY = {
-    "lora_bias": (False, None),
-    "bias": ("none", None),
-    "fan_in_fan_out": (False, None),
-    "trainable_token_indices": (None,),
-    "layer_replication": (None,),
-    "alora_invocation_tokens": (None,),
-    "use_qalora": (False, None),
-    "use_bdlora": (False, None),
-}
-# How PEFT started the factors, where loading needs nothing done about it.
-_STARTS = (True, False, None, "gaussian", "eva", "orthogonal", "pissa")
 
 
 def save_adapter(
@@ -160,35 +148,28 @@ def _weight_row(model: Decoder, weight: HFWeight) -> np.ndarray:
     return np.asarray(value if weight.index is None else value[weight.index])
 
 
-def read_adapter_config(folder: Path) -> dict[str, Any]:
-    """An adapter folder's adapter_config.json, checked to describe an adapter that is done here.
+def open_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """An adapter folder's config and its tensors, mapped, by the names of their modules.
 
     Raises:
-        FileNotFoundError: no such folder, or no adapter in it.
-        ValueError: another kind of adapter than LoRA, or a variant of LoRA that is not done.
+        FileNotFoundError: no adapter, or only pickled weights.
+        ValueError: one that is not supported, or damaged weights.
     """
-    path = folder / CONFIG
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist; adapter_name_or_path must be a PEFT adapter folder")
-    config = read_json(path)
-    if config.get("peft_type") != "LORA":
-        raise ValueError(f"{path}: peft_type {config.get('peft_type')} is not supported; supported: LORA")
-    for key in ("r", "lora_alpha"):
-        if isinstance(config.get(key), bool) or not isinstance(config.get(key), int | float):
-            raise ValueError(
-                f"{path}: {key} must be a number, is {config.get(key)!r}; save the adapter again with PEFT"
-            )
-    start = config.get("init_lora_weights")
-    if start not in _STARTS:
-        raise ValueError(
-            f"{path}: init_lora_weights: {start} changed the base in a way that this file does not repeat; save the "
-            "adapter with PEFT's path_initial_model_for_weight_conversion, or save the changed base too and name it as "
-            "base_model_name_or_path, with init_lora_weights: true"
+    config = read_adapter_config(folder)
+    if not (folder / WEIGHTS).exists() and (folder / "adapter_model.bin").exists():
+        raise FileNotFoundError(
+            f"{folder} holds adapter_model.bin, pickled and never read; save the adapter again with PEFT >= 0.5"
         )
-    wrong = [f"{key}: {config[key]}" for key, values in _ONLY.items() if key in config and config[key] not in values]
-    if wrong:
-        raise ValueError(f"{path}: not supported: {', '.join(wrong)}; LoRA, rsLoRA and DoRA are")
-    return config
+    if not (folder / WEIGHTS).exists():
+        raise FileNotFoundError(f"{folder} holds {CONFIG} without {WEIGHTS}; copy the adapter's weights there too")
+    tensors = {name.removeprefix(_PREFIX): value for name, value in open_tensors(folder / WEIGHTS).items()}
+    whole_numbers = [f"{name} ({v.dtype})" for name, v in tensors.items() if not jnp.issubdtype(v.dtype, jnp.floating)]
+    if whole_numbers:
+        raise ValueError(
+            f"{folder / WEIGHTS}: weights must be floating-point, these are not: {', '.join(whole_numbers[:6])}; save "
+            "the adapter again with PEFT"
+        )
+    return config, tensors
 
 
 def load_adapter(model: Decoder, folder: Path | str) -> LoraSpec:
@@ -209,12 +190,7 @@ def load_adapter(model: Decoder, folder: Path | str) -> LoraSpec:
         ValueError: an adapter of another base, or one that is not supported; the message names the tensors.
     """
     folder = Path(folder)
-    config = read_adapter_config(folder)
-    if not (folder / WEIGHTS).exists() and (folder / "adapter_model.bin").exists():
-        raise FileNotFoundError(
-            f"{folder} holds adapter_model.bin, pickled and never read; save the adapter again with PEFT >= 0.5"
-        )
-    tensors = {name.removeprefix(_PREFIX): value for name, value in open_tensors(folder / WEIGHTS).items()}
+    config, tensors = open_adapter(folder)
     config, tensors = from_peft(folder, model, config, tensors)
     _check_head(folder, model, tensors.pop(_HEAD_BASE, None))
     suffixes = SUFFIXES if config.get("use_dora") else (A, B)
@@ -228,6 +204,7 @@ def load_adapter(model: Decoder, folder: Path | str) -> LoraSpec:
             f"{folder}: the adapter does not fit this base: {', '.join(unknown[:6]) or 'it holds no lora_A'} "
             f"is not part of it. It was trained on {config.get('base_model_name_or_path')}"
         )
+    _check_complete(folder, model, config, modules, whole)
     spec = _spec(config, modules)
     base = own_base(folder)
     if base is not None:
@@ -238,6 +215,34 @@ def load_adapter(model: Decoder, folder: Path | str) -> LoraSpec:
     _refuse(folder, set_adapter_tensors(model, adapted))
     _load_whole(folder, model, whole)
     return spec
+
+
+def _check_complete(
+    folder: Path, model: Decoder, config: Mapping[str, Any], modules: Sequence[str], whole: Iterable[str]
+) -> None:
+    """Refuses weights that lack what the adapter's config names: cut files, or a base of more layers.
+
+    Experts of a layer are checked to be alike when they are attached. Where the config narrows its names to some
+    layers, the tensors say which.
+    """
+    targets, saved = config.get("target_modules"), config.get("modules_to_save") or ()
+    narrowed = config.get("layers_to_transform") is not None or config.get("exclude_modules")
+    named = LoraSpec(targets=tuple(targets) if isinstance(targets, list) and not narrowed else ())
+    missing = [name for name in _linear_names(model) if named.is_target(name) and ".experts." not in name]
+    missing = [name for name in missing if name not in modules]
+    bases = {weight.name.rsplit(".", 1)[0] for weight in hf_weights(model.cfg)}
+    there = {name.rsplit(".", 1)[0] for name in whole}
+    missing += [
+        name
+        for name in saved
+        if any(base.endswith(name) for base in bases) and not any(module.endswith(name) for module in there)
+    ]
+    if missing:
+        raise ValueError(
+            f"{folder}: {WEIGHTS} lacks {', '.join(missing[:6])}{', ...' if missing[6:] else ''}, which {CONFIG} names "
+            f"in this base. The adapter was trained on {config.get('base_model_name_or_path')}: name that as "
+            "model_name_or_path, or copy the adapter's files again"
+        )
 
 
 def _spec(config: Mapping[str, Any], modules: Sequence[str]) -> LoraSpec:
@@ -261,15 +266,14 @@ def attach_blank(model: Decoder, folder: Path | str) -> LoraSpec:
         ValueError: one that is not supported, or of another base.
     """
     folder = Path(folder)
-    config = read_adapter_config(folder)
-    names = [name.removeprefix(_PREFIX) for name in open_tensors(folder / WEIGHTS)]
-    modules = {name.rpartition(".lora_")[0] for name in names if ".lora_" in name}
+    config, tensors = open_adapter(folder)
+    modules = {name.rpartition(".lora_")[0] for name in tensors if ".lora_" in name}
     known = set(_linear_names(model))
     spec = _spec(config, sorted(modules & known) or config["target_modules"])
     if config.get("init_lora_weights") == "pissa":
         spec = dataclasses.replace(spec, rank=2 * spec.rank)
     attach(model, spec, key=jax.random.key(0))
-    whole = {name for name in names if ".lora_" not in name and name != _HEAD_BASE}
+    whole = {name for name in tensors if ".lora_" not in name and name != _HEAD_BASE}
     whole -= {_HEAD} if model.cfg.tie_embeddings else set()
     train_modules(model, sorted({name.rsplit(".", 1)[0] for name in whole}), key="modules_to_save")
     return spec

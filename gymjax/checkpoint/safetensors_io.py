@@ -6,12 +6,14 @@ messages name neither file nor remedy. Source: https://github.com/huggingface/sa
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+from jax.typing import DTypeLike
 
 DTYPES = {
     "F64": np.float64,
@@ -67,18 +69,28 @@ def _read_header(path: Path, size: int) -> tuple[dict[str, Any], int]:
             raise ValueError(_damaged(path, f"its header should take {length} bytes, but the file has {size}"))
         text = file.read(length)
     try:
-        header = json.loads(text)
+        header = json.loads(text, object_pairs_hook=_without_doubles)
     except ValueError as error:
-        raise ValueError(_damaged(path, f"its header is not JSON ({error})")) from None
+        raise ValueError(_damaged(path, f"its header is not JSON with every name once ({error})")) from None
     if not isinstance(header, dict):
         raise ValueError(_damaged(path, "its header is not a JSON object"))
     return header, 8 + length
 
 
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)} stands there twice")
+    return found
+
+
 def _view(path: Path, name: str, entry: Any, data: np.ndarray) -> np.ndarray:
     try:
         dtype_name, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-        count = int(np.prod(shape, dtype=np.int64))
+        if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
+            raise ValueError
+        count = math.prod(shape)
     except (KeyError, TypeError, ValueError):
         raise ValueError(_damaged(path, f"the entry of tensor {name} is malformed: {entry}")) from None
     if dtype_name not in DTYPES:
@@ -128,6 +140,20 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
                     f"{name} was declared {np.dtype(tensor.dtype)}{tensor.shape}, but is {value.dtype}{value.shape}"
                 )
             file.write(np.ascontiguousarray(value).reshape(-1).view(np.uint8))
+
+
+def rounded(value: np.ndarray, dtype: DTypeLike, name: str) -> np.ndarray:
+    """A tensor in the dtype to save.
+
+    Raises:
+        ValueError: a finite number of it is beyond what float16 holds.
+    """
+    with np.errstate(over="ignore"):
+        result = value.astype(dtype)
+    if result.dtype == np.float16 and (np.isinf(result) & ~np.isinf(value)).any():
+        largest = np.abs(value[~np.isinf(value)].astype(np.float32)).max()
+        raise ValueError(f"{name} holds {largest:g}, beyond float16's 65504; set export_dtype: bfloat16 or float32")
+    return result
 
 
 def total_bytes(tensors: Iterable[Tensor]) -> int:

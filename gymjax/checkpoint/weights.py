@@ -3,16 +3,18 @@
 import dataclasses
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
 from gymjax.adapters.svd_start import Pack
 from gymjax.checkpoint.experts import fused_tensors, split_experts
-from gymjax.checkpoint.safetensors_io import Tensor
+from gymjax.checkpoint.safetensors_io import Tensor, rounded
 from gymjax.checkpoint.source import Source
 from gymjax.models.decoder import Decoder
 from gymjax.models.decoder_config import DecoderConfig
@@ -65,11 +67,19 @@ def load_decoder(
 
     def read(weight: HFWeight) -> np.ndarray | NF4Weight:
         def store(value: Any) -> np.ndarray | NF4Weight:  # a dense value is rounded where it is stacked
-            if quantize_nf4 and weight.quantizable and not isinstance(value, NF4Weight):
+            if not (quantize_nf4 and weight.quantizable) or isinstance(value, NF4Weight):
+                return value
+            try:
                 return quantize(value, double_quant=double_quant, dtype=np.dtype(dtype).name)
-            return value
+            except ValueError as error:
+                raise ValueError(f"{source.origin}: {weight.name}: {error}") from None
 
         value = source.read(weight.name)
+        if not isinstance(value, NF4Weight) and not jnp.issubdtype(value.dtype, jnp.floating):
+            raise ValueError(
+                f"{source.origin}: {weight.name} is stored as {value.dtype}, weights must be floating-point; take the "
+                "original model, not one that was quantized in another way"
+            )
         if split is None or not (weight.quantizable or weight.path == ("head", "w")):
             return store(value)
         return split(weight.name.removesuffix(".weight"), value, store)
@@ -191,7 +201,8 @@ def hf_tensors(model: Decoder, dtype: DTypeLike, *, keep_packed: bool = False) -
             for name, part in to_bitsandbytes(_row(value, weight.index), weight.name).items():
                 yield name, Tensor(part.shape, part.dtype, lambda part=part: part)
         else:
-            yield weight.name, Tensor(weight.shape, dtype, lambda v=value, i=weight.index: _dense(_row(v, i), dtype))
+            row = partial(_row, value, weight.index)
+            yield weight.name, Tensor(weight.shape, dtype, lambda row=row, name=weight.name: _dense(row(), dtype, name))
 
 
 def _row(value: Any, index: Index) -> Any:
@@ -199,5 +210,5 @@ def _row(value: Any, index: Index) -> Any:
     return jax.tree.map(lambda leaf: np.asarray(leaf if index is None else leaf[index]), value)
 
 
-def _dense(value: np.ndarray | NF4Weight, dtype: np.dtype) -> np.ndarray:
-    return np.asarray(dequantize(value, dtype=dtype) if isinstance(value, NF4Weight) else value).astype(dtype)
+def _dense(value: np.ndarray | NF4Weight, dtype: np.dtype, name: str) -> np.ndarray:
+    return rounded(np.asarray(dequantize(value, dtype=dtype) if isinstance(value, NF4Weight) else value), dtype, name)

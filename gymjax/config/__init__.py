@@ -1,7 +1,7 @@
 """Configuration: LLaMA-Factory's flat keys in YAML and on the command line, strict; Axolotl's names as aliases."""
 
 from gymjax.config.load import change, from_dict, load
-from gymjax.config.output_dir import check_output_dir, check_trainable
+from gymjax.config.output_dir import check_output_dir, check_trainable, check_unmixed, check_writable
 from gymjax.config.sections import (
     AdapterConfig,
     Config,
@@ -29,6 +29,8 @@ __all__ = [
     "change",
     "check_output_dir",
     "check_trainable",
+    "check_unmixed",
+    "check_writable",
     "describe",
     "differences",
     "flat",

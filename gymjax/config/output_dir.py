@@ -48,11 +48,7 @@ def check_output_dir(config: Config, resumable: Collection[int]) -> None:
     """
     folder = Path(config.train.output_dir)
     resume = config.train.resume_from_checkpoint
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"output_dir: {folder} is a file; give a folder")
-    existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise ConfigError(f"output_dir: {folder} cannot be written, {existing} does not allow it; give another folder")
+    check_writable("output_dir", folder)
     contents = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     stateless = [name for name in contents if _CHECKPOINT.fullmatch(name)] if not resumable else []
     if isinstance(resume, str):
@@ -73,10 +69,38 @@ def check_output_dir(config: Config, resumable: Collection[int]) -> None:
             " resume_from_checkpoint"
         )
     if config.train.overwrite_output_dir and resume is not True:
-        _check_overwriting(config, folder, contents)
+        _check_overwriting(config, folder)
 
 
-def _check_overwriting(config: Config, folder: Path, contents: Collection[str]) -> None:
+def check_writable(key: str, folder: Path) -> None:
+    """Refuse a folder that cannot be written, before what goes there is computed.
+
+    Raises:
+        ConfigError: it is a file, or lies in one, or the system does not allow it.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{key}: {folder} is a file; give a folder")
+    existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(f"{key}: {folder} cannot be written, {existing} does not allow it; give another folder")
+
+
+def check_unmixed(key: str, folder: Path, *, adapter: bool) -> None:
+    """Refuse a folder where an adapter would come to lie beside a model, or a model beside an adapter.
+
+    Raises:
+        ConfigError: naming the files that are there.
+    """
+    writes, others = ("an adapter", _MODEL) if adapter else ("a model", _ADAPTER)
+    stale = [name for name in others if (folder / name).exists()]
+    if stale:
+        raise ConfigError(
+            f"{key}: {folder} holds {', '.join(stale)} and this run writes {writes}, which leaves that there: "
+            "transformers would take them together; remove it, or give another folder"
+        )
+
+
+def _check_overwriting(config: Config, folder: Path) -> None:
     """Refuse to start anew in a folder that the run reads from, or whose weights its own would not replace."""
     for key in ("model_name_or_path", "adapter_name_or_path"):
         source = getattr(config.model, key)
@@ -85,10 +109,4 @@ def _check_overwriting(config: Config, folder: Path, contents: Collection[str]) 
                 f"{key}: {source} lies in output_dir: {folder}, which overwrite_output_dir: true clears; give another "
                 "output_dir"
             )
-    writes, others = ("an adapter", _MODEL) if config.adapter.finetuning_type == "lora" else ("a model", _ADAPTER)
-    stale = [name for name in others if name in contents]
-    if stale:
-        raise ConfigError(
-            f"output_dir: {folder} holds {', '.join(stale)} and this run writes {writes}, which leaves that there: "
-            "transformers would take them together; remove it, or give another folder"
-        )
+    check_unmixed("output_dir", folder, adapter=config.adapter.finetuning_type == "lora")

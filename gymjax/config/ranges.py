@@ -9,6 +9,7 @@ from gymjax.config.sections import Config, flat
 
 _AT_LEAST_1 = ("at least 1", lambda v: v >= 1)
 _AT_LEAST_0 = ("at least 0", lambda v: v >= 0)
+_SEED = ("at least 0 and below 2^63", lambda v: 0 <= v < 2**63)
 _ABOVE_0 = ("above 0", lambda v: v > 0)
 _SHARE = ("at least 0 and below 1", lambda v: 0 <= v < 1)
 _SHARE_WITH_1 = ("above 0 and at most 1", lambda v: 0 < v <= 1)
@@ -44,8 +45,8 @@ RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "save_total_limit": _AT_LEAST_1,
     "eval_steps": _AT_LEAST_1,
     "early_stopping_steps": _AT_LEAST_1,
-    "seed": _AT_LEAST_0,
-    "data_seed": _AT_LEAST_0,
+    "seed": _SEED,
+    "data_seed": _SEED,
     "neftune_noise_alpha": _AT_LEAST_0,
     "moe_aux_loss_coef": _AT_LEAST_0,
     "router_z_loss_coef": _AT_LEAST_0,

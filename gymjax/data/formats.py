@@ -170,13 +170,18 @@ def _from_alpaca(row: Row, columns: Mapping[str, str]) -> Conversation:
             f"{row.source}: {columns['response']}, the last assistant turn, is empty; drop the row or give it text"
         )
     messages = [Message("system", system)] if system else []
-    for user, assistant in _history(row, columns["history"]):
+    for user, assistant in read_history(row, columns["history"]):
         messages += [Message("user", user), Message("assistant", assistant, 1.0)]
     messages += [Message("user", question), Message("assistant", answer, 1.0)]
     return Conversation(tuple(messages), row.source, read_tools(row, columns["tools"]))
 
 
-def _history(row: Row, column: str) -> list[tuple[str, str]]:
+def read_history(row: Row, column: str) -> list[tuple[str, str]]:
+    """Return the [question, answer] pairs of a column; none where it is missing or null.
+
+    Raises:
+        DataError: it holds something else.
+    """
     history = row.fields.get(column)
     if history is None or history == "":
         return []

@@ -170,13 +170,18 @@ def _own_template(tokenizer: Any) -> str:
         text = text.get("default")
     if not text:
         raise DataError(NO_TEMPLATE)
+    if not isinstance(text, str):
+        raise DataError(f"the tokenizer's chat_template must be a text, is {text!r:.60}; correct tokenizer_config.json")
     return text
 
 
 def _template_file(template: str) -> str:
     path = Path(template).expanduser()
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        try:
+            return path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise DataError(f"template: {path} is not UTF-8 ({error.reason} at byte {error.start})") from None
     if path.suffix in (".jinja", ".jinja2", ".j2") or path.name != template:
         raise DataError(f"template: the file {template} does not exist; give the path of a .jinja file")
     known = sorted({*BUILT_IN, *FACTORY_NAMES})

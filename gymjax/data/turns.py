@@ -39,7 +39,7 @@ def from_sharegpt(turns: Any, row: Row, columns: Mapping[str, str], tags: Mappin
     Raises:
         DataError: a turn has a wrong type or an unknown role, or the last answer is empty.
     """
-    messages = _messages(turns, row, {**DEFAULT_TAGS, **tags})
+    messages = read_messages(turns, row, {**DEFAULT_TAGS, **tags})
     spoken = [turn for turn in messages if turn.role != "system"]
     system = [turn for turn in messages if turn.role == "system"]
     if len(system) > 1 or (system and messages[0] is not system[0]):
@@ -56,7 +56,7 @@ def from_openai(turns: Any, row: Row, columns: Mapping[str, str], tags: Mapping[
     Raises:
         DataError: a turn has a wrong type or an unknown role, or the last answer is empty.
     """
-    return _finish(tuple(_messages(turns, row, {**OPENAI_TAGS, **tags})), row, columns)
+    return _finish(tuple(read_messages(turns, row, {**OPENAI_TAGS, **tags})), row, columns)
 
 
 def from_halves(prompt: Any, completion: Any, row: Row, columns: Mapping[str, str]) -> Conversation | Dropped:
@@ -65,8 +65,8 @@ def from_halves(prompt: Any, completion: Any, row: Row, columns: Mapping[str, st
     Raises:
         DataError: as from_openai.
     """
-    asked = [Message(turn.role, turn.content, 0.0, turn.extra) for turn in _messages(prompt, row, OPENAI_TAGS)]
-    return _finish((*asked, *_messages(completion, row, OPENAI_TAGS)), row, columns)
+    asked = [Message(turn.role, turn.content, 0.0, turn.extra) for turn in read_messages(prompt, row)]
+    return _finish((*asked, *read_messages(completion, row)), row, columns)
 
 
 def read_tools(row: Row, column: str) -> tuple[Mapping[str, Any], ...] | None:
@@ -81,7 +81,12 @@ def read_tools(row: Row, column: str) -> tuple[Mapping[str, Any], ...] | None:
     return tuple(tools)
 
 
-def _messages(turns: Any, row: Row, tags: Mapping[str, str]) -> list[Message]:
+def read_messages(turns: Any, row: Row, tags: Mapping[str, str] = OPENAI_TAGS) -> list[Message]:
+    """Return the turns of a list, in order.
+
+    Raises:
+        DataError: no list of turns, or a turn has a wrong type or an unknown role; names file and line.
+    """
     if not isinstance(turns, list) or not turns:
         found = "an empty list" if turns == [] else f"{type(turns).__name__} {turns!r:.60}"
         raise DataError(f"{row.source}: the turns must be a list of objects, found {found}")

@@ -51,6 +51,7 @@ def generate(
     generation_eos: int | Sequence[int] | None = None,
     batch_size: int = 8,
     attention: str | None = None,
+    names: Sequence[str] | None = None,
 ) -> list[Answer]:
     """Answers prompts of any lengths in batches; an answer depends on its prompt, place and seed, not on its batch.
 
@@ -65,6 +66,7 @@ def generate(
         generation_eos: `eos_token_id` of the model's generation_config.json, in addition to the tokenizer's own.
         batch_size: prompts answered at a time.
         attention: flash-attention implementation of the prefill; None for the fastest.
+        names: of the prompts in errors, such as "file:line"; None for their numbers.
 
     Returns:
         One answer a prompt, in the order of the prompts.
@@ -72,8 +74,8 @@ def generate(
     Raises:
         ValueError: an empty prompt, a prompt and answer beyond the model's positions, a setting out of its range.
     """
-    ids = encode(tokenizer, prompts, template=template, default_system=default_system)
-    run = _start(model, tokenizer, ids, settings, seed, template, generation_eos, attention)
+    ids = encode(tokenizer, prompts, template=template, default_system=default_system, names=names)
+    run = _start(model, tokenizer, ids, settings, seed, template, generation_eos, attention, names)
     order = sorted(range(len(ids)), key=lambda number: len(ids[number]))  # alike lengths waste little padding
     chunk = _STOP_CHECK if settings.stop else settings.max_new_tokens
     answers: dict[int, Answer] = {}
@@ -128,9 +130,9 @@ class _Run:
     attention: str | None
 
 
-def _start(model, tokenizer, ids, settings, seed, template, generation_eos, attention) -> _Run:
+def _start(model, tokenizer, ids, settings, seed, template, generation_eos, attention, names=None) -> _Run:
     how = sampling(settings)
-    check_length(ids, settings, model.cfg.max_positions)
+    check_length(ids, settings, model.cfg.max_positions, names)
     stop_ids = stop_tokens(tokenizer, generation_eos=generation_eos, template=template, texts=settings.stop)
     graphdef, state = nnx.split(model)
     stops, key = jnp.asarray(pad_stops(stop_ids)), jax.random.key(seed)
@@ -176,9 +178,9 @@ def _read(run: _Run, state: Answers, prompts: Sequence[Sequence[int]]) -> list[A
 def _answer(run: _Run, ids: list[int], finished: bool, prompt_tokens: int) -> Answer:
     stopped = finished and ids[-1] in run.stop_ids
     text = to_text(run.tokenizer, ids[:-1] if stopped else ids)
-    at = find_stop(text, run.settings.stop)
-    if at < 0:
+    if find_stop(text, run.settings.stop) < 0:
         return Answer(text, ids, "stop" if finished else "length", prompt_tokens)
-    while find_stop(to_text(run.tokenizer, ids[:-1]), run.settings.stop) >= 0:  # tokens made before the text was seen
-        ids = ids[:-1]
-    return Answer(text[:at], ids, "stop", prompt_tokens)
+    # What was made before the text was seen goes first: an earlier stop text may end in it.
+    while find_stop(shorter := to_text(run.tokenizer, ids[:-1]), run.settings.stop) >= 0:
+        ids, text = ids[:-1], shorter
+    return Answer(text[: find_stop(text, run.settings.stop)], ids, "stop", prompt_tokens)

@@ -15,7 +15,12 @@ Prompt = str | Messages
 
 
 def encode(
-    tokenizer: Any, prompts: Sequence[Prompt], *, template: str | None = None, default_system: str | None = None
+    tokenizer: Any,
+    prompts: Sequence[Prompt],
+    *,
+    template: str | None = None,
+    default_system: str | None = None,
+    names: Sequence[str] | None = None,
 ) -> list[list[int]]:
     """Token ids of prompts.
 
@@ -25,30 +30,39 @@ def encode(
             to answer, written by the chat template, which brings its own special tokens.
         template: which chat template, as in training; None for the tokenizer's own.
         default_system: system text of conversations that have none.
+        names: of the prompts in errors; None for their numbers.
 
     Raises:
         ValueError: a prompt is empty, or the template refuses it; the message says which.
     """
     encoder = None
     ids = []
-    for number, prompt in enumerate(prompts, start=1):
+    for name, prompt in zip(names or numbered(len(prompts)), prompts, strict=True):
         if isinstance(prompt, str):
             ids.append(tokenizer(prompt, verbose=False)["input_ids"] if prompt else [])
         else:
             encoder = encoder or Encoder(
                 tokenizer, chat_template(tokenizer, template)[0], default_system=default_system
             )
-            _check_turns(prompt, number)
-            ids.append(encoder.prompt(prompt) if prompt else [])
+            _check_turns(prompt, name)
+            try:
+                ids.append(encoder.prompt(prompt) if prompt else [])
+            except DataError as error:
+                raise DataError(f"{name}: {error}") from error
         if not ids[-1]:
-            raise ValueError(f"prompt {number} of {len(prompts)} is empty; give it at least one token")
+            raise ValueError(f"{name}: the prompt is empty; give it at least one token")
     return ids
 
 
-def _check_turns(messages: Messages, number: int) -> None:
+def numbered(count: int) -> list[str]:
+    """Names of prompts that come from no file."""
+    return [f"prompt {number} of {count}" for number in range(1, count + 1)]
+
+
+def _check_turns(messages: Messages, name: str) -> None:
     for turn in messages:
         if not isinstance(turn, Mapping) or not {"role", "content"} <= set(turn):
-            raise ValueError(f"prompt {number}: a turn must have role and content, found {turn!r:.80}")
+            raise ValueError(f"{name}: a turn must have role and content, found {turn!r:.80}")
 
 
 def stop_tokens(
@@ -88,17 +102,19 @@ def _end_of_turn(tokenizer: Any, template: str | None) -> int | None:
     return ids[0] if ids and ids[0] in tokenizer.added_tokens_decoder else None
 
 
-def check_length(ids: Sequence[Sequence[int]], settings: GenerateConfig, max_positions: int) -> None:
+def check_length(
+    ids: Sequence[Sequence[int]], settings: GenerateConfig, max_positions: int, names: Sequence[str] | None = None
+) -> None:
     """Checks that prompts and their answers fit into the model's positions.
 
     Raises:
         ValueError: one does not; the message has both numbers and the remedy.
     """
-    for number, prompt in enumerate(ids, start=1):
+    for name, prompt in zip(names or numbered(len(ids)), ids, strict=True):
         if len(prompt) + settings.max_new_tokens > max_positions:
             room = max_positions - len(prompt)
             remedy = f"set max_new_tokens to {room} or less" if room > 0 else "shorten the prompt"
             raise ValueError(
-                f"prompt {number} of {len(prompt)} tokens + max_new_tokens {settings.max_new_tokens} = "
+                f"{name}: {len(prompt)} tokens + max_new_tokens {settings.max_new_tokens} = "
                 f"{len(prompt) + settings.max_new_tokens} exceeds the model's {max_positions} positions; {remedy}"
             )

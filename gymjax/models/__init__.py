@@ -25,7 +25,7 @@ from gymjax.models import (
     smollm3,
 )
 from gymjax.models.decoder_config import DecoderConfig
-from gymjax.models.hf_config import REQUIRED
+from gymjax.models.hf_values import REQUIRED, check_values
 
 FAMILIES = {
     "llama": llama,
@@ -57,10 +57,10 @@ def decoder_config(hf: Mapping[str, Any]) -> DecoderConfig:
     """DecoderConfig of a Hugging Face config.json.
 
     Raises:
-        ValueError: a model_type, rope type or activation that is not done here, a missing key, or a size that is none;
-            the message names it.
+        ValueError: a model_type, rope type or activation that is not done here, a missing key, or a value that a key
+            cannot have; the message names it.
     """
-    family = hf.get("model_type")
+    family = str(hf.get("model_type"))
     if family in INSTEAD:
         raise ValueError(f"config.json: model_type {family!r} is not supported: {INSTEAD[family]}")
     if family not in FAMILIES:
@@ -68,7 +68,5 @@ def decoder_config(hf: Mapping[str, Any]) -> DecoderConfig:
     missing = [name for name in REQUIRED if name not in hf]
     if missing:
         raise ValueError(f"config.json: missing {', '.join(missing)}")
-    wrong = [f"{name} {hf[name]!r}" for name in REQUIRED if not isinstance(hf[name], int) or hf[name] < 1]
-    if wrong:
-        raise ValueError(f"config.json: must be whole numbers of at least 1: {', '.join(wrong)}")
+    check_values(hf)
     return FAMILIES[family].decoder_config(hf)

@@ -20,9 +20,6 @@ ACTIVATIONS: dict[str, Activation] = {
 }
 """transformers' names of activations, several for one function."""
 
-REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-"""Keys that every family's file must have."""
-
 
 def read_decoder(
     hf: Mapping[str, Any],

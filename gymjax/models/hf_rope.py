@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from gymjax.models.hf_values import is_number, is_numbers
 from gymjax.nn.rope import Dynamic, Linear, Llama3, LongRope, RopeConfig, Scaling, Yarn
 
 # Settings of each type: those it needs, and those it may have.
@@ -18,6 +19,7 @@ _KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "yarn": ((), ("factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")),
     "longrope": (("short_factor", "long_factor"), ("factor", "attention_factor")),
 }
+_LISTS = ("short_factor", "long_factor")
 _COMMON = {"type", "rope_type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings"}
 _RENAMED = {"su": "longrope"}  # Phi-3's first name for it
 
@@ -25,7 +27,8 @@ _RENAMED = {"su": "longrope"}  # Phi-3's first name for it
 def rope_parameters(hf: Mapping[str, Any]) -> dict[str, Any]:
     """The settings from either spelling: `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4)."""
     found = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})  # transformers' order where both are given
-    found["rope_theta"] = float(found.get("rope_theta") or hf.get("rope_theta") or 10000.0)
+    theta = found.get("rope_theta") or hf.get("rope_theta") or 10000.0
+    found["rope_theta"] = float(theta) if is_number(theta) else theta
     kind = found.get("rope_type") or found.pop("type", None) or "default"
     return found | {"rope_type": _RENAMED.get(kind, kind)}
 
@@ -91,6 +94,10 @@ def rope_config(hf: Mapping[str, Any], rope: Mapping[str, Any], *, partial: bool
     if unknown:
         shown = ", ".join(f"{name}: {rope[name]}" for name in unknown)
         raise ValueError(f"config.json: rope type {kind!r} has no setting {shown}; remove it if the model needs none")
+    for name in {*needed, *optional, "rope_theta", "original_max_position_embeddings"} - {"truncate"}:
+        holds, wanted = (is_numbers, "a list of numbers") if name in _LISTS else (is_number, "a number")
+        if rope.get(name) is not None and not holds(rope[name]):
+            raise ValueError(f"config.json: {name} of rope type {kind!r} must be {wanted}, is {rope[name]!r:.60}")
     fraction = float(rope.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0)
     if fraction != 1.0 and not partial:
         raise ValueError(f"config.json: partial_rotary_factor {fraction:g} is not supported for this model_type")

@@ -205,15 +205,15 @@ def from_bitsandbytes(tensors: Mapping[str, np.ndarray], name: str) -> NF4Weight
         name: full name of the weight.
 
     Raises:
-        KeyError: an entry that the weight needs is missing.
-        ValueError: FP4, another block size, another code table, or sizes that disagree with the shape.
+        ValueError: an entry that the weight needs is missing or no JSON, FP4, another block size, another code table,
+            or sizes that disagree with the shape.
     """
     key = f"{name}.quant_state.bitsandbytes__nf4"
     if key not in tensors:
         if f"{name}.quant_state.bitsandbytes__fp4" in tensors:
             raise ValueError(f"{name} is packed in FP4; only NF4 is read: save the model with bnb_4bit_quant_type nf4")
-        raise KeyError(f"{key} is missing: the checkpoint's 4-bit weight has no quantization state")
-    state = json.loads(np.asarray(tensors[key]).tobytes().decode())
+        raise ValueError(f"{key} is missing: the checkpoint's 4-bit weight has no quantization state")
+    state = _read_state(key, tensors[key])
     nested = "nested_blocksize" in state
     _check_state(name, state, nested, tensors)
     shape = tuple(state["shape"])
@@ -230,13 +230,29 @@ def from_bitsandbytes(tensors: Mapping[str, np.ndarray], name: str) -> NF4Weight
     return _packed(codes, absmax, nested_absmax, offset, shape, state["dtype"])
 
 
+def _read_state(key: str, entry: np.ndarray) -> dict[str, Any]:
+    try:
+        state = json.loads(np.asarray(entry).tobytes())
+        rows, columns = state["shape"]
+        needed = {"blocksize": int, "dtype": str} | (
+            {"nested_offset": int | float} if "nested_blocksize" in state else {}
+        )
+        if all(isinstance(state[name], kind) for name, kind in needed.items()) and rows > 0 and columns > 0:
+            return state
+    except (ValueError, KeyError, TypeError):
+        pass
+    raise ValueError(f"{key} is no quantization state: the checkpoint is damaged, fetch it again")
+
+
 def _check_state(name: str, state: dict, nested: bool, tensors: Mapping[str, np.ndarray]) -> None:
     """Refuse a packed weight whose format this project does not decode."""
     maps = {f"{name}.quant_map": NF4_CODE} | ({f"{name}.nested_quant_map": DYNAMIC_CODE} if nested else {})
     required = [name, f"{name}.absmax", *maps, *([f"{name}.nested_absmax"] if nested else [])]
     missing = [key for key in required if key not in tensors]
     if missing:
-        raise KeyError(f"4-bit weight {name} lacks {', '.join(missing)}: the checkpoint is incomplete, fetch it again")
+        raise ValueError(
+            f"4-bit weight {name} lacks {', '.join(missing)}: the checkpoint is incomplete, fetch it again"
+        )
     if state["blocksize"] != BLOCK or (nested and state["nested_blocksize"] != NESTED_BLOCK):
         raise ValueError(
             f"{name} has blocks of {state['blocksize']} (nested {state.get('nested_blocksize')}); "

@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 from jax.sharding import Mesh
 
+from gymjax.checkpoint.hf import stored_dtype
 from gymjax.checkpoint.load import OpenedBase, open_base, with_own_base
 from gymjax.config import Config
 from gymjax.data.loader import Loader
@@ -48,6 +49,8 @@ def open_inputs(config: Config) -> Inputs:
     mesh = make_mesh(train.dp_size, train.fsdp_size)
     base = open_base(with_own_base(config.model, config.model.adapter_name_or_path), cutoff_len=config.data.cutoff_len)
     check_experts(config, base.cfg)
+    if config.adapter.finetuning_type != "lora" and config.export.export_dtype is None:
+        stored_dtype(base.hf_config)  # a whole model is saved in this
     prepared = prepare_data(config, base.tokenizer)
     if prepared.train is None:
         raise ValueError("dataset must be given: a name in dataset_info.json, a file or a folder")

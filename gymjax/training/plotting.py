@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from gymjax.checkpoint.files import replacing
+from gymjax.checkpoint.hf import read_json
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +106,11 @@ def read_history(folder: Path | str) -> list[dict[str, float]]:
         raise FileNotFoundError(
             f"{folder} holds no trainer_state.json, nor does a checkpoint in it; give a run's output_dir"
         )
-    try:
-        return list(json.loads(path.read_text(encoding="utf-8"))["log_history"])
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} has no readable log_history ({error!r}); give another folder") from None
+    history = read_json(path).get("log_history")
+    numbers = {"step", *(key for curve in CURVES.values() for key in curve.keys)}
+    if not isinstance(history, list) or not all(
+        isinstance(entry, dict) and all(isinstance(entry.get(key, 0), int | float) for key in numbers)
+        for entry in history
+    ):
+        raise ValueError(f"{path} has no readable log_history, a list of numbers by step; give another folder")
+    return history

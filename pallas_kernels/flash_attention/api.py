@@ -138,7 +138,7 @@ def _check(q: Array, k: Array, v: Array, causal: bool, window: int | None, softc
         )
     if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         raise ValueError(f"flash_attention: q and k must have the same B and H; got {q.shape} and {k.shape}")
-    if q.shape[2] % k.shape[2]:
+    if not (q.shape[2] and k.shape[2]) or q.shape[2] % k.shape[2]:
         raise ValueError(
             f"flash_attention: the query heads must be a multiple of the key heads; got {q.shape[2]} and {k.shape[2]}"
         )

@@ -27,6 +27,11 @@ def arrays(
         )
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"linear_cross_entropy: x must be floating-point; got {x.dtype}")
+    if not isinstance(head, NF4Weight | Int8Weight) and not jnp.issubdtype(head.dtype, jnp.floating):
+        raise ValueError(
+            "linear_cross_entropy: head must be floating-point, or packed as NF4Weight or Int8Weight; got "
+            f"{head.dtype}{head.shape}"
+        )
     if bias is not None and bias.shape != head.shape[:1]:
         raise ValueError(
             f"linear_cross_entropy: bias must be {head.shape[:1]}, a number a row of head; got {bias.shape}"

@@ -155,6 +155,14 @@ def _check(w: Array | NF4Weight, a: Array | None, b: Array | None, scale: Array)
         raise ValueError(
             f"lora_linear: a must be (R, {width}) and b ({out}, R) to meet w {w.shape}; got {a.shape} and {b.shape}"
         )
+    given = {
+        name: z.dtype for name, z in (("w", w), ("a", a), ("b", b)) if z is not None and not isinstance(z, NF4Weight)
+    }
+    whole = [f"{name} {dtype}" for name, dtype in given.items() if not jnp.issubdtype(dtype, jnp.floating)]
+    if whole:
+        raise ValueError(
+            f"lora_linear: w, a and b must be floating-point, w packed as NF4Weight; got {', '.join(whole)}"
+        )
     if jnp.ndim(scale) != 0:
         raise ValueError(f"lora_linear: scale must be a scalar; got shape {jnp.shape(scale)}")
 

@@ -108,6 +108,8 @@ _rotate.defvjp(_rotate_fwd, _rotate_bwd)
 def _check(q: Array, k: Array, cos: Array, sin: Array) -> None:
     if q.ndim != 4 or k.ndim != 4 or (*q.shape[:2], q.shape[3]) != (*k.shape[:2], k.shape[3]):
         raise ValueError(f"rope: q (B, T, N, H) and k (B, T, K, H) must agree in B, T, H; got {q.shape} and {k.shape}")
+    if not (jnp.issubdtype(q.dtype, jnp.floating) and jnp.issubdtype(k.dtype, jnp.floating)):
+        raise ValueError(f"rope: q and k must be floating-point; got {q.dtype} and {k.dtype}")
     batch, tokens, _, head = q.shape
     if head % 2:
         raise ValueError(f"rope: the head width must be even to be split into halves; got {head}")

@@ -255,6 +255,10 @@ def test_swiglu_kernel_says_what_it_refuses(
         (lambda z: rope(z((1, 1, 1, 7)), z((1, 1, 1, 7)), z((1, 1, 3)), z((1, 1, 3))), "even .* got 7"),
         (lambda z: rope(z(Q), z(K), z((2, 3, 8)), z((2, 3, 8))), r"must be \(2, 3, 4\) .* got \(2, 3, 8\)"),
         (lambda z: rope(z(Q), z(K), z(TABLE, "bfloat16"), z(TABLE)), "got bfloat16 and float32"),
+        (
+            lambda z: rope(z(Q, "int32"), z(K), z(TABLE), z(TABLE)),
+            "q and k must be floating-point; got int32 and float",
+        ),
     ],
 )
 def test_wrong_arguments_are_named(call: Callable, message: str) -> None:

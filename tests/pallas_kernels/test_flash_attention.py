@@ -292,6 +292,7 @@ Q, KV = (2, 6, 4, 8), (2, 6, 2, 8)
         ((Q, KV, (2, 5, 2, 8)), {}, r"k and v both \(B, S, K, H\); got .*\(2, 5, 2, 8\)"),
         ((Q, (3, 6, 2, 8), (3, 6, 2, 8)), {}, r"same B and H; got \(2, 6, 4, 8\) and \(3, 6, 2, 8\)"),
         ((Q, (2, 6, 3, 8), (2, 6, 3, 8)), {}, "multiple of the key heads; got 4 and 3"),
+        ((Q, (2, 6, 0, 8), (2, 6, 0, 8)), {}, "multiple of the key heads; got 4 and 0"),
         ((Q, KV, KV), {"window": 0}, "got window=0, causal=True"),
         ((Q, KV, KV), {"window": 3, "causal": False}, "got window=3, causal=False"),
         ((Q, KV, KV), {"softcap": -1.0}, "softcap must be positive or None; got -1.0"),

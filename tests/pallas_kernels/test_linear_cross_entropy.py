@@ -388,6 +388,8 @@ def test_wrong_dtypes_and_an_unfrozen_packed_head_are_named() -> None:
     x, head, labels = jnp.zeros((2, 3, 4)), jnp.zeros((8, 4)), jnp.zeros((2, 3), jnp.int32)
     with pytest.raises(ValueError, match="x must be floating-point; got int32"):
         linear_cross_entropy(x.astype(jnp.int32), head, labels)
+    with pytest.raises(ValueError, match=r"head must be floating-point, or packed .*; got int8\(8, 4\)"):
+        linear_cross_entropy(x, head.astype(jnp.int8), labels, frozen_head=True)
     with pytest.raises(ValueError, match=r"labels must be integers .* got float32\(2, 3\)"):
         linear_cross_entropy(x, head, labels.astype(jnp.float32))
     with pytest.raises(ValueError, match="NF4 head has no gradient; got frozen_head=False"):

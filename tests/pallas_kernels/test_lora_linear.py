@@ -186,6 +186,14 @@ def test_wrong_shapes_are_named(x: tuple, w: tuple, a: tuple, b: tuple, message:
         lora_linear(*(jnp.zeros(shape) for shape in (x, w, a, b)), 1.0)
 
 
+@pytest.mark.parametrize(("dtypes", "message"), [("iff", "got w int8"), ("fii", "got a int8, b int8")])
+def test_wrong_dtypes_are_named(dtypes: str, message: str) -> None:
+    shapes = ((5, 8), (2, 8), (5, 2))
+    arrays = [jnp.zeros(shape, {"i": "int8", "f": "float32"}[kind]) for shape, kind in zip(shapes, dtypes, strict=True)]
+    with pytest.raises(ValueError, match=f"lora_linear: w, a and b must be floating-point.*{message}"):
+        lora_linear(jnp.zeros((3, 8)), *arrays, 1.0)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -130,6 +130,9 @@ def test_bad_rope_scaling(tmp_path):
     yarn = write(tmp_path / "x.gguf", "llama", hf_tensors(), texts={"llama.rope.scaling.type": "yarn"})
     with pytest.raises(ValueError, match=r"rope scaling 'yarn' is not supported"):
         GGUFFile(yarn)
+    linear = write(tmp_path / "z.gguf", "llama", hf_tensors(), texts={"llama.rope.scaling.type": "linear"})
+    with pytest.raises(ValueError, match=r"z\.gguf: linear rope scaling lacks its rope\.scaling\.factor"):
+        GGUFFile(linear)
     odd = hf_tensors() | {"rope_freqs.weight": np.array([1, 2, 3, 4], np.float32)}
     with pytest.raises(ValueError, match=r"rope_freqs are not those of Llama 3"):
         GGUFFile(write(tmp_path / "y.gguf", "llama", odd))

@@ -67,3 +67,19 @@ def test_bad_tokenizer_kind():
 def test_bad_pre_tokenizer():
     with pytest.raises(ValueError, match=r"pre-tokenizer 'tekken' is not known \(gpt-2, smollm, llama-bpe, qwen2\)"):
         tokenizer_from_gguf(Metadata(**{"tokenizer.ggml.pre": "tekken"}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tokens": None}, r"x\.gguf: the file lacks tokenizer\.ggml\.tokens; put the model's tokenizer\.json"),
+        ({"merges": None, "token_type": None}, r"lacks tokenizer\.ggml\.merges, tokenizer\.ggml\.token_type; put"),
+        ({"merges": ["ab"]}, r"x\.gguf: its tokenizer is damaged \(.*put the model's tokenizer\.json"),
+        ({"merges": ["zz yy"]}, r"its tokenizer is damaged \(.*Token `zz` out of vocabulary.*fetch it again, or put"),
+        ({"eos_token_id": 9999}, r"tokenizer\.ggml\.eos_token_id 9999 is none of its 261 tokens; put"),
+        ({"bos_token_id": -1}, r"tokenizer\.ggml\.bos_token_id -1 is none of its 261 tokens"),
+    ],
+)
+def test_bad_metadata(changes, message):
+    with pytest.raises(ValueError, match=r"(?s)" + message):
+        tokenizer_from_gguf(Metadata(**{f"tokenizer.ggml.{key}": value for key, value in changes.items()}))

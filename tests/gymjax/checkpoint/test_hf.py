@@ -1,4 +1,5 @@
 import collections
+import copy
 import json
 import shutil
 import tracemalloc
@@ -47,6 +48,17 @@ def test_single_file_replaces_shards(folder, tiny, config, load, logits):
     np.testing.assert_array_equal(logits(load(folder)), logits(tiny))
 
 
+def test_what_the_new_model_has_none_of_does_not_stay(folder, tiny, config, byte_tokenizer):
+    """Its answers would end at the old model's tokens and be asked through its chat template."""
+    plain = copy.deepcopy(byte_tokenizer)
+    plain.chat_template = None
+    (folder / "notes.txt").touch()
+    assert (folder / "chat_template.jinja").exists()
+    save_folder(folder, tiny, config, dtype="float32", tokenizer=plain)
+    files = {path.name for path in folder.iterdir()}
+    assert files == {"config.json", "model.safetensors", "notes.txt", "tokenizer.json", "tokenizer_config.json"}
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_config_names_the_dtype(dtype, tiny, config, tmp_path):
     save_folder(tmp_path / "x", tiny, config | {"torch_dtype": "float64"}, dtype=dtype)
@@ -55,6 +67,17 @@ def test_config_names_the_dtype(dtype, tiny, config, tmp_path):
     assert written["architectures"] == ["LlamaForCausalLM"]
     assert "torch_dtype" not in written
     assert {str(v.dtype) for v in open_folder(tmp_path / "x").tensors.values()} == {dtype}
+
+
+def test_bad_dtype_to_save_in(folder, load, config, tmp_path):
+    name = "model.layers.1.mlp.up_proj.weight"
+    edit_tensors(folder, lambda tensors: tensors[name].__setitem__((0, 3), 7e4))
+    with pytest.raises(ValueError, match=rf"{name} holds 70000, beyond float16's 65504; set export_dtype: bfloat16"):
+        save_folder(tmp_path / "half", load(folder), config, dtype="float16")
+    assert not (tmp_path / "half").exists()
+    for wrong in ("int8", "auto", "float64"):
+        with pytest.raises(ValueError, match=f"dtype must be one of bfloat16, float16, float32, is '{wrong}'"):
+            hf.stored_dtype({"torch_dtype": wrong})
 
 
 def test_quantized_while_loading(folder, load, logits):
@@ -157,9 +180,45 @@ def test_bad_config_text(folder, text, message):
         open_folder(folder)
 
 
-def test_bad_index(folder):
-    edit_json(folder / "model.safetensors.index.json", weight_map=3)
+def test_bad_tensor_in_two_shards(folder):
+    first, last = (sorted(folder.glob("model-*"))[i] for i in (0, -1))
+    name, value = next(iter(open_tensors(first).items()))
+    both = {key: np.array(v) for key, v in {**open_tensors(last), name: np.zeros_like(value)}.items()}
+    write_tensors(last, {key: Tensor(v.shape, v.dtype, lambda v=v: v) for key, v in both.items()})
+    with pytest.raises(ValueError, match=f"{last.name}: {name} stands in an earlier shard too; fetch"):
+        open_folder(folder)
+
+
+@pytest.mark.parametrize("weight_map", [3, {"model.norm.weight": None}, {"model.norm.weight": 5}])
+def test_bad_index(folder, weight_map):
+    edit_json(folder / "model.safetensors.index.json", weight_map=weight_map)
     with pytest.raises(ValueError, match=r"lacks weight_map"):
+        open_folder(folder)
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int64, np.bool_])
+def test_bad_dtype_of_a_weight(folder, load, dtype):
+    name = "model.layers.1.mlp.up_proj.weight"
+    edit_tensors(folder, lambda tensors: tensors.update({name: tensors[name].astype(dtype)}))
+    with pytest.raises(ValueError, match=rf"base: {name} is stored as {np.dtype(dtype)}, weights must be floating"):
+        load(folder)
+
+
+def test_bad_value_that_cannot_be_quantized(folder, load):
+    name = "model.layers.1.mlp.up_proj.weight"
+    edit_tensors(folder, lambda tensors: tensors[name].__setitem__((0, 3), np.nan))
+    with pytest.raises(ValueError, match=rf"base: {name}: w must be finite to be quantized; element 3"):
+        load(folder, quantize_nf4=True)
+
+
+def test_bad_packed_weight(folder, config, load, tmp_path):
+    save_folder(tmp_path / "nf4", load(folder, quantize_nf4=True), config, dtype="float32", keep_packed=True)
+    name = "model.layers.1.mlp.up_proj.weight"
+    edit_tensors(tmp_path / "nf4", lambda tensors: tensors.pop(f"{name}.absmax"))
+    with pytest.raises(ValueError, match=rf"nf4: 4-bit weight {name} lacks {name}\.absmax"):
+        open_folder(tmp_path / "nf4")
+    edit_json(folder / "config.json", quantization_config=5)
+    with pytest.raises(ValueError, match=r"config\.json: quantization_config must be an object, is 5"):
         open_folder(folder)
 
 

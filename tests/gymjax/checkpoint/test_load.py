@@ -1,11 +1,15 @@
+import copy
 import json
 import shutil
 import sys
 
+import jax
 import numpy as np
 import pytest
 
-from gymjax.checkpoint.load import load_base, load_tokenizer, locate
+from gymjax.adapters.lora import LoraSpec, attach
+from gymjax.checkpoint.load import load_base, load_tokenizer, locate, with_adapter, with_own_base
+from gymjax.checkpoint.peft import save_adapter
 from gymjax.config.sections import ModelConfig
 from gymjax.dtypes import policy
 from pallas_kernels.nf4_linear import NF4Weight
@@ -95,10 +99,20 @@ def test_bad_tokenizer_text(folder, name):
         base(folder)
 
 
-def test_bad_tokenizer_content(folder):
-    (folder / "tokenizer.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"transformers cannot read the tokenizer.*fetch its files again"):
+@pytest.mark.parametrize("change", [None, {"model": {"type": "New"}}, {"decoder": 5}])
+def test_bad_tokenizer_content(folder, change):
+    """A kind that this version of tokenizers does not know raises Exception itself."""
+    path = folder / "tokenizer.json"
+    path.write_text(json.dumps({} if change is None else json.loads(path.read_text()) | change))
+    with pytest.raises(ValueError, match=r"base: transformers cannot read the tokenizer.*fetch its files again"):
         load_tokenizer(folder)
+
+
+@pytest.mark.parametrize("eos", ["x", ["x"], {}, [1, None]])
+def test_bad_generation_config(folder, eos):
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+    with pytest.raises(ValueError, match=r"generation_config\.json: eos_token_id must be a token's number or a list"):
+        base(folder)
 
 
 def test_bad_tokenizer_of_another_model(folder, byte_tokenizer):
@@ -113,6 +127,21 @@ def test_bad_tokenizer_of_another_model(folder, byte_tokenizer):
     path.write_text(json.dumps(value))
     with pytest.raises(ValueError, match=r"the tokenizer has 27\d tokens, but the model embeds 272"):
         base(folder)
+
+
+def test_bad_adapter_is_found_before_a_base(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"adapter_name_or_path must be a PEFT adapter folder"):
+        with_own_base(ModelConfig(model_name_or_path="of 70 billion weights"), tmp_path)
+
+
+def test_bad_tokenizer_of_an_adapter(folder, make_model, byte_tokenizer, tmp_path):
+    """Its tokens beyond the embedding were read as the last one."""
+    model, spec, more = make_model(), LoraSpec(rank=2), copy.deepcopy(byte_tokenizer)
+    attach(model, spec, key=jax.random.key(0))
+    more.add_tokens([f"<{i}>" for i in range(20)])
+    save_adapter(tmp_path / "adapter", model, spec, base="b", tokenizer=more)
+    with pytest.raises(ValueError, match=r"adapter: the tokenizer has 27\d tokens, but the model embeds 272"):
+        with_adapter(base(folder), tmp_path / "adapter")
 
 
 def test_bad_family(folder):

@@ -145,8 +145,18 @@ def test_bad_folder(tmp_path, tiny):
         ({"use_dora": True}, r"q_proj\.lora_magnitude_vector is missing, must be \(32,\)"),
         ({"use_qalora": True}, "not supported: use_qalora: True; LoRA, rsLoRA and DoRA are"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights: pissa_niter_4 changed the base .*conversion"),
-        ({"bias": "all", "lora_bias": True}, "not supported: lora_bias: True, bias: all"),
-        ({"r": None}, "adapter_config.json: r must be a number, is None; save the adapter again"),
+        ({"bias": "all", "lora_bias": True}, "not supported: bias: all, lora_bias: True"),
+        ({"kasa_config": {"beta": 1}, "velora_config": None}, r"not supported: kasa_config: {'beta': 1}; .*Remove a"),
+        ({"use_magic": True, "more_magic": False}, r"adapter_config.json: not supported: use_magic: True; LoRA"),
+        ({"r": None}, "adapter_config.json: r must be a whole number of at least 1, is None; save the adapter again"),
+        ({"r": 0}, "r must be a whole number of at least 1, is 0"),
+        ({"lora_alpha": float("nan")}, "lora_alpha must be a number, is nan"),
+        ({"lora_dropout": 2}, "lora_dropout must be at least 0 and below 1, is 2"),
+        ({"use_rslora": "false"}, "use_rslora must be true or false, is 'false'"),
+        ({"rank_pattern": {"(": 4}}, "rank_pattern must be regular expressions with whole numbers"),
+        ({"alpha_pattern": {"q_proj": None}}, "alpha_pattern must be regular expressions with numbers"),
+        ({"base_model_name_or_path": 5}, "base_model_name_or_path must be a text, is 5"),
+        ({"target_parameters": 5}, "target_parameters must be a list of names, is 5"),
         ({"lora_alpha": "8"}, "adapter_config.json: lora_alpha must be a number, is '8'"),
         ({"r": 5}, r"tensors do not fit.*lora_A is missing|lora_A\.weight is \(4, 32\), must be \(5, 32\)"),
     ],
@@ -169,15 +179,57 @@ def test_bad_adapter_of_another_base(adapter, make_model):
         load_adapter(make_model(), adapter)
 
 
+@pytest.mark.parametrize(
+    ("part", "config", "message"),
+    [
+        ("layers.1.", {}, r"lacks model\.layers\.1\.self_attn\.q_proj, .*names in this base.*trained on org/base"),
+        ("down_proj", {}, r"lacks model\.layers\.0\.mlp\.down_proj, model\.layers\.1\.mlp\.down_proj, which"),
+        ("none", {"modules_to_save": ["embed_tokens"]}, r"adapter_model.safetensors lacks embed_tokens, which"),
+    ],
+)
+def test_bad_adapter_that_lacks_what_its_config_names(adapter, make_model, part, config, message):
+    def cut(tensors):
+        for name in [name for name in tensors if part in name]:
+            del tensors[name]
+
+    edit(adapter, cut, **config)
+    with pytest.raises(ValueError, match=message):
+        load_adapter(make_model(), adapter)
+
+
+def test_adapters_of_some_layers_are_whole(adapter, make_model):
+    def cut(tensors):
+        for name in [name for name in tensors if "layers.1." in name]:
+            del tensors[name]
+
+    edit(adapter, cut, layers_to_transform=[0], rank_pattern={})
+    assert not load_adapter(make_model(), adapter).is_target("model.layers.1.self_attn.q_proj")
+
+
 def test_bad_adapter_with_half_a_pair(adapter, make_model):
     edit(adapter, lambda tensors: tensors.pop("base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"))
     with pytest.raises(ValueError, match=r"layers\.0\.self_attn\.q_proj\.lora_B\.weight is missing"):
         load_adapter(make_model(), adapter)
 
 
+def test_bad_adapter_of_whole_numbers(adapter, make_model):
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"
+    edit(adapter, lambda tensors: tensors.update({name: tensors[name].astype(np.int8)}))
+    with pytest.raises(
+        ValueError, match=r"must be floating-point, these are not: model.*q_proj.lora_B.weight \(int8\)"
+    ):
+        load_adapter(make_model(), adapter)
+
+
 def test_bad_adapter_pickled(adapter, make_model):
     (adapter / "adapter_model.safetensors").rename(adapter / "adapter_model.bin")
     with pytest.raises(FileNotFoundError, match=r"adapter_model\.bin, pickled and never read"):
+        load_adapter(make_model(), adapter)
+
+
+def test_bad_adapter_without_weights(adapter, make_model):
+    (adapter / "adapter_model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=r"holds adapter_config\.json without adapter_model\.safetensors; copy"):
         load_adapter(make_model(), adapter)
 
 

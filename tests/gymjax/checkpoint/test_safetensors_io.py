@@ -88,9 +88,22 @@ def test_bad_header(file):
         open_tensors(file)
 
 
+def test_bad_header_with_a_name_twice(file):
+    data = file.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = data[8 : 8 + size].rstrip()
+    text = header[:-1] + b', "a": ' + json.dumps(json.loads(header)["a"]).encode() + b"}"
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + size :])
+    with pytest.raises(ValueError, match=r"x\.safetensors is cut short or damaged: .* \(a stands there twice\)"):
+        open_tensors(file)
+
+
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
+        ({"dtype": "F32", "shape": [-3, -4], "data_offsets": [0, 48]}, "entry of tensor a is malformed"),
+        ({"dtype": "F32", "shape": [3.0, 4.0], "data_offsets": [0, 48]}, "entry of tensor a is malformed"),
+        ({"dtype": "F32", "shape": [3, 4], "data_offsets": ["0", 48]}, "entry of tensor a is malformed"),
         ({"dtype": "F32", "shape": [3, 5], "data_offsets": [0, 48]}, r"a of shape \(3, 5\) takes 60 bytes, not 48"),
         ({"dtype": "F32", "shape": [3, 4], "data_offsets": [48, 0]}, "damaged"),
         ({"dtype": "F32", "shape": [3, 4], "data_offsets": [1000, 1048]}, "ends at byte 1048, but the file holds 88"),

@@ -43,6 +43,7 @@ CASES = [
     ({"saves_per_epoch": 4}, "saves_per_epoch must be one of 0, 1, is '4'; or set save_strategy"),
     ({"load_in_4bit": "4"}, "load_in_4bit must be one of true, false, is '4'; or set quantization_bit"),
     # ranges
+    ({"seed": 2**63}, "seed must be at least 0 and below 2^63, is 9223372036854775808"),
     ({"learning_rate": 0}, "learning_rate must be above 0 and at most 1, is 0.0"),
     ({"learning_rate": "-1e-4"}, "learning_rate must be above 0 and at most 1, is -0.0001"),
     ({"learning_rate": 5}, "learning_rate must be above 0 and at most 1, is 5.0"),

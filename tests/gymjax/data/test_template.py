@@ -101,6 +101,16 @@ def test_bad_template_key(make_tokenizer, template, message):
         chat_template(make_tokenizer(None), template)
 
 
+def test_bad_template_that_is_no_text(make_tokenizer, tmp_path):
+    (tmp_path / "x.jinja").write_bytes(b"{{ \xff }}")
+    with pytest.raises(DataError, match=r"template: .*x\.jinja is not UTF-8 \(invalid start byte at byte 3\)"):
+        chat_template(make_tokenizer(), str(tmp_path / "x.jinja"))
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = 5
+    with pytest.raises(DataError, match=r"chat_template must be a text, is 5; correct tokenizer_config\.json"):
+        chat_template(tokenizer)
+
+
 def test_bad_chatml_without_its_tokens(make_tokenizer):
     tokenizer = make_tokenizer(None, eos="</s>", added=("<s>", "</s>"))
     with pytest.raises(

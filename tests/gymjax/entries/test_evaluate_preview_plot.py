@@ -38,6 +38,17 @@ def test_nothing_to_evaluate_on_is_named(make_config):
         evaluate.evaluate_config(make_config())
 
 
+def test_bad_evaluations_are_named(base, tmp_path, rows_file):
+    (tmp_path / "file").write_text("")
+    arguments = [f"model_name_or_path={base}", "cutoff_len=1024"]
+    with pytest.raises(ConfigError, match="file is a file; give a folder"):
+        evaluate.main([*arguments, f"eval_dataset={rows_file}", f"output_dir={tmp_path / 'file'}"])
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b" * 300}]
+    (tmp_path / "long.jsonl").write_text(json.dumps({"messages": turns}))
+    with pytest.raises(ValueError, match=r"long\.jsonl:1: 322 tokens, but the model has 256 positions; set cutoff_len"):
+        evaluate.main([*arguments, f"eval_dataset={tmp_path / 'long.jsonl'}"])
+
+
 def shown(text_of):
     console = Console(width=200, record=True, force_terminal=False)
     text_of(console)
@@ -127,8 +138,13 @@ def test_experts_get_curves_of_their_own(tmp_path):
 def test_plot_says_what_is_wrong(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"holds no trainer_state\.json, nor does a checkpoint"):
         plot.main([str(tmp_path)])
-    (tmp_path / "trainer_state.json").write_text("{")
-    with pytest.raises(ValueError, match="has no readable log_history"):
-        plot.main([str(tmp_path)])
+    entries = [{"step": None, "loss": 1}], [{"step": 1, "loss": "x"}], [1], {}
+    texts = [b"{", b"\xff", b"[]", *(json.dumps({"log_history": entry}).encode() for entry in entries)]
+    for text in texts:
+        (tmp_path / "trainer_state.json").write_bytes(text)
+        with pytest.raises(
+            ValueError, match=r"trainer_state\.json (has no readable log_history|is not JSON|must hold)"
+        ):
+            plot.main([str(tmp_path)])
     with pytest.raises(ValueError, match="takes one argument"):
         plot.main([])

@@ -61,6 +61,16 @@ def test_adapter_alone_is_copied_out_of_a_run_or_its_checkpoint(base, adapter, t
     assert not (out / "trainer_state.json").exists()
 
 
+def test_a_model_and_an_adapter_are_not_written_beside_each_other(base, adapter, tmp_path):
+    """transformers would put the adapter over the model that has it merged in already."""
+    run, model = shutil.copytree(adapter, tmp_path / "run"), shutil.copytree(base, tmp_path / "model")
+    arguments = [f"model_name_or_path={base}", f"adapter_name_or_path={adapter}", "overwrite=true"]
+    with pytest.raises(ConfigError, match=r"export_dir: .*run holds adapter_config\.json and this run writes a model"):
+        export.main([*arguments, f"export_dir={run}"])
+    with pytest.raises(ConfigError, match=r"model holds model\.safetensors and this run writes an adapter"):
+        export.main([*arguments, f"export_dir={model}", "merge=false"])
+
+
 def test_the_adapter_of_output_dir_is_found(adapter, make_config):
     assert export.adapter_folder(make_config()) is None
     assert export.adapter_folder(make_config(output_dir=str(adapter))) == adapter
@@ -72,6 +82,7 @@ def test_the_adapter_of_output_dir_is_found(adapter, make_config):
     [
         ([], "export_dir must be given"),
         (["export_dir=FOLDER/file"], "is a file; give a folder"),
+        (["export_dir=FOLDER/file/new"], "file/new cannot be written"),
         (["export_dir=FOLDER/new", "merge=false"], "merge=false needs an adapter"),
         (["export_dir=FOLDER/new", "merge=perhaps"], "merge must be true or false, is perhaps"),
     ],
@@ -113,6 +124,8 @@ def test_comparison_counts_differences_and_argmax():
         (["torch=false"], "nothing to compare"),
         (["tolerance=small"], "tolerance and tokens must be numbers"),
         (["tokens=0"], "must be above 0"),
+        (["tolerance=nan"], "must be above 0, are nan and 64"),
+        (["tolerance=inf"], "must be above 0, are inf and 64"),
     ],
 )
 def test_bad_verifications_are_named(base, arguments, message):

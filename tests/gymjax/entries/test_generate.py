@@ -72,6 +72,27 @@ def test_bad_use_is_named(arguments, message):
     assert message in str(error.value)
 
 
+def test_a_prompt_that_cannot_be_answered_is_named_by_its_line(base, tmp_path):
+    path = tmp_path / "prompts.txt"
+    path.write_text("one\n\n" + 300 * "x" + "\n")
+    with pytest.raises(
+        ValueError, match=r"prompts\.txt:3: 3\d\d tokens \+ max_new_tokens 8 = 3\d\d exceeds the model's"
+    ):
+        entry.main([f"model_name_or_path={base}", f"prompt_file={path}", f"output_dir={tmp_path}", "max_new_tokens=8"])
+    bad = tmp_path / "bad.jinja"
+    bad.write_text("{{ raise_exception('no') }}")
+    arguments = [f"model_name_or_path={base}", f"prompt_file={path}", f"output_dir={tmp_path}", f"template={bad}"]
+    with pytest.raises(ValueError, match=r"prompts\.txt:1: the chat template .* refuses these messages: no"):
+        entry.main(arguments)
+
+
+def test_answers_are_not_made_for_a_folder_that_cannot_be_written(base, tmp_path, rows_file):
+    (tmp_path / "file").write_text("")
+    for folder, message in (("file", "file is a file; give a folder"), ("file/out", "file/out cannot be written")):
+        with pytest.raises(ConfigError, match=message):
+            entry.main([f"model_name_or_path={base}", f"prompt_file={rows_file}", f"output_dir={tmp_path / folder}"])
+
+
 def test_rows_of_every_shape_are_prompts(tmp_path):
     path = tmp_path / "prompts.jsonl"
     turns = [{"role": "user", "content": "a"}]
@@ -90,13 +111,40 @@ def test_rows_of_every_shape_are_prompts(tmp_path):
     assert [question.prompt for question in read_questions(tmp_path / "lines.txt")] == ["one", "two"]
 
 
+def test_what_comes_before_a_question_is_asked_as_it_is_trained(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    user, system = {"role": "user", "content": "i\nj"}, {"role": "system", "content": "s"}
+    before = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    rows = [
+        {"instruction": "i", "input": "j", "system": "s", "history": [["q", "a"]], "output": "o"},
+        {"instruction": "i", "input": "j", "system": None, "history": []},
+        {"prompt": "i\nj", "system": "s"},
+        {"messages": [user], "system": "s", "tools": None},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "i"}, {"type": "text", "text": "j"}]}]},
+        {"prompt": [user], "completion": [{"role": "assistant", "content": "c"}]},
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    questions = read_questions(path)
+    wanted = [[system, *before, user], "i\nj", [system, user], [system, user], [user], [user]]
+    assert [question.prompt for question in questions] == wanted
+    assert questions[-1].label == "c"
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
         ({"question": "q"}, "prompts.jsonl:1: no prompt among the columns question"),
         ({"prompt": ""}, "prompts.jsonl:1: the prompt is empty"),
         ({"prompt": 3}, "prompts.jsonl:1: prompt must be a text or a list of turns, found 3"),
-        ({"text": 3}, "prompts.jsonl:1: text must be a text, found 3"),
+        ({"text": 3}, "prompts.jsonl:1: column text must be text, found int 3"),
+        ({"prompt": "q", "tools": [{"name": "f"}]}, "prompts.jsonl:1: column tools describes tools, which prompts are"),
+        (
+            {"messages": [{"role": "user", "content": None}]},
+            "prompts.jsonl:1: turn 1: content must be text, found None",
+        ),
+        ({"messages": [{"content": "q"}]}, 'prompts.jsonl:1: turn 1 has unknown role "None"'),
+        ({"messages": []}, "prompts.jsonl:1: the turns must be a list of objects, found an empty list"),
+        ({"instruction": "i", "history": ["q"]}, "prompts.jsonl:1: history must be a list of [question, answer] text"),
     ],
 )
 def test_bad_prompt_rows_are_named(tmp_path, row, message):

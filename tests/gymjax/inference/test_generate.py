@@ -1,10 +1,12 @@
 import copy
 import dataclasses
+import types
 
 import pytest
 
 from gymjax.config import GenerateConfig
 from gymjax.inference import generate, stream
+from gymjax.inference.generate import _answer as cut_answer
 from gymjax.inference.prompts import encode, stop_tokens
 from gymjax.inference.text import find_stop, settled, to_text
 
@@ -56,6 +58,13 @@ def test_stop_text_cuts_the_answer_and_its_tokens(model, tokenizer):
     assert ("".join(pieces), answer.text) == (cut.text, cut.text)
 
 
+def test_the_stop_text_that_ends_first_cuts_however_many_tokens_are_made_at_a_time(tokenizer):
+    run = types.SimpleNamespace(tokenizer=tokenizer, settings=GenerateConfig(stop=("abcd", "bc")), stop_ids=())
+    for made in ("say abc", "say abcd", "say abcd and more"):
+        answer = cut_answer(run, tokenizer(made)["input_ids"], False, 1)
+        assert (answer.text, to_text(tokenizer, answer.token_ids)) == ("say a", "say abc")
+
+
 def test_stop_tokens_come_from_tokenizer_configuration_and_template(tokenizer):
     ids = {name: tokenizer.convert_tokens_to_ids(name) for name in ("<|endoftext|>", "<|im_end|>", "<|im_start|>")}
     assert stop_tokens(tokenizer) == tuple(sorted((ids["<|endoftext|>"], ids["<|im_end|>"])))
@@ -100,9 +109,9 @@ def test_no_piece_ends_inside_a_character_or_a_stop_text():
 @pytest.mark.parametrize(
     ("prompts", "settings", "message"),
     [
-        (["fine", ""], GREEDY, "prompt 2 of 2 is empty"),
-        ([[]], GREEDY, "prompt 1 of 1 is empty"),
-        ([[{"role": "user"}]], GREEDY, "prompt 1: a turn must have role and content"),
+        (["fine", ""], GREEDY, "prompt 2 of 2: the prompt is empty"),
+        ([[]], GREEDY, "prompt 1 of 1: the prompt is empty"),
+        ([[{"role": "user"}]], GREEDY, "prompt 1 of 1: a turn must have role and content"),
         (
             ["x" * 250],
             GREEDY,

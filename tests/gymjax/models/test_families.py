@@ -139,6 +139,19 @@ def test_hunyuans_alpha_is_a_larger_base():
         ({"model_type": "smollm3", "no_rope_layers": [1, 0]}, "no_rope_layers must have 3 numbers, one a layer, has 2"),
         ({"rope_scaling": {"type": "yarn", "factor": 2.0, "attn": 1}}, "rope type 'yarn' has no setting attn: 1"),
         ({"rope_scaling": {"type": "dynamic"}}, "'dynamic' needs factor or alpha"),
+        ({"rope_scaling": "linear"}, "rope_scaling must be an object, is 'linear'"),
+        ({"rope_scaling": {"type": "linear", "factor": "2"}}, "factor of rope type 'linear' must be a number, is '2'"),
+        ({"rope_parameters": {"rope_theta": "1e6"}}, "rope_theta of rope type 'default' must be a number, is '1e6'"),
+        (
+            {"max_position_embeddings": "4096"},
+            "max_position_embeddings must be a whole number of at least 1, is '4096'",
+        ),
+        ({"num_key_value_heads": -1}, "num_key_value_heads must be a whole number of at least 1, is -1"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings must be true or false, is 'false'"),
+        ({"model_type": "gemma2", "query_pre_attn_scalar": None}, "query_pre_attn_scalar must be a number above 0"),
+        ({"model_type": "granite", "logits_scaling": 0}, "logits_scaling must be a number above 0, is 0"),
+        ({"model_type": "mixtral", "num_local_experts": None}, "num_local_experts must be a whole number .* is None"),
+        ({"model_type": ["llama"]}, "model_type .* is not supported; supported: llama"),
         ({"model_type": "qwen2", "layer_types": ["chunked"] * 3}, "layer_types must be 3 of full_attention"),
     ],
 )
@@ -149,7 +162,8 @@ def test_bad_config_json(changes, message):
 
 def test_bad_config_json_with_sizes_that_are_none():
     sizes = {"vocab_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
-    with pytest.raises(ValueError, match="whole numbers of at least 1: hidden_size '32', num_attention_heads 0"):
+    wrong = "hidden_size must be a whole number of at least 1, is '32'; num_attention_heads must be .* at least 1, is 0"
+    with pytest.raises(ValueError, match=wrong):
         decoder_config({"model_type": "llama", "hidden_size": "32", "num_attention_heads": 0} | sizes)
 
 

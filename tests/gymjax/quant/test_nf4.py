@@ -109,10 +109,14 @@ def entries(**changes):
 def test_bad_packed_weight_without_its_scales():
     tensors = entries()
     del tensors["x.weight.absmax"], tensors["x.weight.nested_quant_map"]
-    with pytest.raises(KeyError, match=r"lacks x.weight.absmax, x.weight.nested_quant_map"):
+    with pytest.raises(ValueError, match=r"lacks x.weight.absmax, x.weight.nested_quant_map"):
         from_bitsandbytes(tensors, "x.weight")
-    with pytest.raises(KeyError, match=r"no quantization state"):
+    with pytest.raises(ValueError, match=r"no quantization state"):
         from_bitsandbytes({"x.weight": tensors["x.weight"]}, "x.weight")
+    state = "x.weight.quant_state.bitsandbytes__nf4"
+    for text in (b"{", b"[]", b'{"shape": [8]}', entries()[state].tobytes().replace(b"dtype", b"d-ype")):
+        with pytest.raises(ValueError, match=f"{state} is no quantization state: the checkpoint is damaged"):
+            from_bitsandbytes(entries() | {state: np.frombuffer(text, np.uint8)}, "x.weight")
 
 
 def test_bad_packed_weight_of_another_format():
