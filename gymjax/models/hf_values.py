@@ -42,8 +42,7 @@ _KINDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         is_whole,
         "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
         "max_position_embeddings original_max_position_embeddings num_experts num_local_experts "
-        "num_experts_per_tok moe_intermediate_size shared_expert_intermediate_size decoder_sparse_step "
-        "sliding_window_pattern no_rope_layer_interval",
+        "num_experts_per_tok moe_intermediate_size decoder_sparse_step sliding_window_pattern no_rope_layer_interval",
     ),
     (
         "a number above 0",
@@ -57,9 +56,9 @@ _KINDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "attn_logit_softcapping final_logit_softcapping clip_qkv",
     ),
     (
-        "a whole number of at least 0",  # transformers writes a window of 0 for none
+        "a whole number of at least 0",  # 0 stands for none: transformers' window, Qwen3-Coder's shared expert
         lambda value: value == 0 or is_whole(value),
-        "sliding_window max_window_layers",
+        "sliding_window max_window_layers shared_expert_intermediate_size",
     ),
     (
         "true or false",

@@ -70,6 +70,12 @@ def test_layers_of_qwen():
     assert cfg.sparse_layers == 2
 
 
+def test_qwen3_coder_writes_no_shared_expert_as_0():
+    hf = BASE | FAMILIES["qwen3_moe"] | {"model_type": "qwen3_moe"}
+    plain = decoder_config(hf)
+    assert decoder_config(hf | {"shared_expert_intermediate_size": 0, "use_qk_norm": True, "qkv_bias": False}) == plain
+
+
 def test_gpt_oss_defaults():
     hf = {key: value for key, value in BASE.items() if key != "num_experts_per_tok"}
     cfg = decoder_config(hf | {"model_type": "gpt_oss"})
