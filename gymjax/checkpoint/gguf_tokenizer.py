@@ -58,7 +58,9 @@ def tokenizer_from_gguf(file: GGUFFile) -> PreTrainedTokenizerFast:
     vocabulary, pairs = {token: i for i, token in enumerate(tokens)}, [tuple(merge.split(" ", 1)) for merge in merges]
     try:
         backend = Tokenizer(BPE(vocab=vocabulary, merges=pairs, ignore_merges=cut == "llama-bpe"))
-    except Exception as error:  # tokenizers raises nothing narrower
+    except Exception as error:
+        if type(error) not in (Exception, TypeError):  # tokenizers raises Exception itself
+            raise
         raise ValueError(f"{file.origin}: its tokenizer is damaged ({error}); fetch it again, or {remedy}") from error
     backend.pre_tokenizer = _PRE_TOKENIZERS[cut]()
     backend.decoder = decoders.ByteLevel()

@@ -243,7 +243,10 @@ def load_tokenizer(path: Path, source: HFFolder | GGUFFile | None = None) -> Pre
             read_json(folder / name)
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-    except Exception as error:  # tokenizers raises nothing narrower
+    except Exception as error:
+        expected = isinstance(error, ValueError | OSError | KeyError | TypeError | ImportError)
+        if not expected and type(error) is not Exception:  # tokenizers raises Exception itself
+            raise
         raise ValueError(
             f"{folder}: transformers cannot read the tokenizer ({error}); fetch its files again"
         ) from error
