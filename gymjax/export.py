@@ -82,18 +82,23 @@ def export_model(config: Config, folder: Path | str) -> LoadedModel:
         The merged model that was written.
     """
     loaded = load_merged(config, adapter_folder(config))
-    stored = loaded.model.embed.get_value().dtype
-    fallback = "bfloat16" if loaded.source.suffix == ".gguf" else stored.name
     save_folder(
         Path(folder),
         loaded.model,
         loaded.hf_config,
-        dtype=jnp.dtype(config.export.export_dtype or fallback),
+        dtype=saved_dtype(config, loaded.source),
         export_size=config.export.export_size,
         tokenizer=loaded.tokenizer,
         generation_config=loaded.generation_config or None,
     )
     return loaded
+
+
+def saved_dtype(config: Config, base: Path) -> jnp.dtype:
+    """Dtype of an export's weights: export_dtype, or as the base is stored, 16 bits for a GGUF file."""
+    if config.export.export_dtype is not None:
+        return jnp.dtype(config.export.export_dtype)
+    return jnp.dtype("bfloat16" if base.suffix == ".gguf" else stored_dtype(read_config(base)))
 
 
 def export_adapter(adapter: Path, folder: Path | str) -> None:

@@ -25,7 +25,7 @@ from gymjax.checkpoint.load import load_base, locate, with_own_base
 from gymjax.checkpoint.peft import load_adapter
 from gymjax.config import Config, ConfigError, load
 from gymjax.dtypes import policy
-from gymjax.export import adapter_folder, unpack
+from gymjax.export import adapter_folder, saved_dtype, unpack
 from gymjax.models.decoder import Decoder
 from gymjax.training.command import flag, keys_text, run, split_arguments, take
 
@@ -158,7 +158,7 @@ def _merged(config: Config, model: Decoder, adapter: Path, adapted, rows, tolera
     merge(model)
     merged = logits(model, rows)
     found = [compare("merged in f32; adapter", merged, adapted, tolerance)]
-    dtype = jnp.dtype(config.export.export_dtype or "bfloat16")
+    dtype = saved_dtype(config, locate(config.model.model_name_or_path, config.model.cache_dir))
     rounded = jax.tree.map(lambda leaf: leaf.astype(dtype).astype(leaf.dtype), nnx.state(model))
     nnx.update(model, rounded)
     merged = logits(model, rows)

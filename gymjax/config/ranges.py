@@ -57,7 +57,7 @@ RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "temperature": ("at least 0 (0 = greedy)", lambda v: v >= 0),
     "top_p": _SHARE_WITH_1,
     "top_k": ("at least 0 (0 = no limit)", lambda v: v >= 0),
-    "min_p": _SHARE,
+    "min_p": ("at least 0 and at most 1", lambda v: 0 <= v <= 1),
     "repetition_penalty": _ABOVE_0,
     "max_new_tokens": _AT_LEAST_1,
     "export_size": _ABOVE_0,
