@@ -104,7 +104,7 @@ usage: python -m gymjax.chat [CONFIG.yaml] [key=value ...]
 
 Talks with a model; {HINT}. Keys:
 {keys_text(("model", "generate"))}
- data: template, default_system   train: seed, bf16, fp16
+ data: template, default_system, cutoff_len (with rope_scaling)   train: seed, bf16, fp16
 """
 
 

@@ -137,6 +137,7 @@ Merges an adapter into its base in f32 and writes a folder that transformers loa
 (an output folder or a checkpoint-<step>), or else the one in output_dir; without one the base is written as it is,
 which turns a GGUF file into a folder. Keys:
 {keys_text(("model", "export"), OWN)}
+ data: cutoff_len (with rope_scaling)   train: output_dir (its adapter, where adapter_name_or_path is not given)
 """
 
 

@@ -106,7 +106,8 @@ usage: python -m gymjax.generate [CONFIG.yaml] [key=value ...] prompt="..." | pr
 
 Answers one prompt, or all prompts of a file. Keys:
 {keys_text(("model", "generate"), OWN)}
- data: template, default_system   train: seed, output_dir, per_device_eval_batch_size (prompts at a time), bf16, fp16
+ data: template, default_system, cutoff_len (with rope_scaling)
+ train: seed, output_dir, per_device_eval_batch_size (prompts at a time), bf16, fp16
 """
 
 

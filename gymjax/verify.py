@@ -251,7 +251,8 @@ usage: python -m gymjax.verify [CONFIG.yaml] [key=value ...]
 Compares logits in f32: the base with transformers, the adapter with PEFT, the merged weights with the adapter. Exit
 status 1 when one is beyond the tolerance. Keys:
 {keys_text(("model",), OWN)}
- train: output_dir (its adapter, where adapter_name_or_path is not given)   export: export_dtype
+ data: cutoff_len (with rope_scaling)   train: output_dir (its adapter, where adapter_name_or_path is not given)
+ export: export_dtype
 """
 
 
