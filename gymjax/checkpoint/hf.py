@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 from gymjax.checkpoint.files import replacing, require_space
 from gymjax.checkpoint.safetensors_io import Tensor, open_tensors, total_bytes, write_tensors
 from gymjax.checkpoint.weights import hf_tensors
+from gymjax.models import FAMILIES
 from gymjax.models.decoder import Decoder
 from gymjax.quant.nf4 import from_bitsandbytes
 from pallas_kernels.nf4_linear import NF4Weight
@@ -19,25 +20,6 @@ from pallas_kernels.nf4_linear import NF4Weight
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 GENERATION = "generation_config.json"
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "gemma": "GemmaForCausalLM",
-    "gemma2": "Gemma2ForCausalLM",
-    "gemma3_text": "Gemma3ForCausalLM",
-    "phi3": "Phi3ForCausalLM",
-    "olmo2": "Olmo2ForCausalLM",
-    "olmo3": "Olmo3ForCausalLM",
-    "smollm3": "SmolLM3ForCausalLM",
-    "granite": "GraniteForCausalLM",
-    "mixtral": "MixtralForCausalLM",
-    "olmoe": "OlmoeForCausalLM",
-    "qwen2_moe": "Qwen2MoeForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "gpt_oss": "GptOssForCausalLM",
-}
 SAVED_DTYPES = ("bfloat16", "float16", "float32")
 _STATE = ".quant_state.bitsandbytes__"
 
@@ -286,7 +268,7 @@ def _write_index(path: Path, names: list[str], shards: list[dict[str, Tensor]]) 
 
 def _updated_config(hf_config: Mapping[str, Any], dtype: DTypeLike, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     config = {key: value for key, value in hf_config.items() if key not in ("quantization_config", "torch_dtype")}
-    config["architectures"] = [ARCHITECTURES[config["model_type"]]]
+    config["architectures"] = [FAMILIES[config["model_type"]].ARCHITECTURE]
     config["dtype"] = np.dtype(dtype).name
     if any(_STATE in name for name in tensors):
         config["quantization_config"] = bitsandbytes_config(

@@ -1,4 +1,4 @@
-"""Model families: each maps its config.json to a DecoderConfig; one decoder serves them all."""
+"""Model families: each maps its config.json to a DecoderConfig, and names its class in transformers."""
 
 from __future__ import annotations
 

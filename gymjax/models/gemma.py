@@ -8,6 +8,7 @@ from typing import Any
 from gymjax.models.decoder_config import DecoderConfig
 from gymjax.models.hf_config import read_decoder, refuse
 
+ARCHITECTURE = "GemmaForCausalLM"
 DEFAULTS: dict[str, Any] = {"head_dim": 256, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True}
 
 

@@ -9,6 +9,7 @@ from gymjax.models import gemma
 from gymjax.models.decoder_config import DecoderConfig
 from gymjax.models.hf_config import local_global_kinds, read_decoder, refuse
 
+ARCHITECTURE = "Gemma2ForCausalLM"
 DEFAULTS: dict[str, Any] = {
     **gemma.DEFAULTS,
     "hidden_activation": "gelu_pytorch_tanh",

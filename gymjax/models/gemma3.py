@@ -10,6 +10,7 @@ from gymjax.models.decoder_config import DecoderConfig
 from gymjax.models.hf_config import local_global_kinds, read_decoder, refuse
 from gymjax.models.hf_rope import read_layer_ropes
 
+ARCHITECTURE = "Gemma3ForCausalLM"
 DEFAULTS: dict[str, Any] = {
     **gemma.DEFAULTS,
     "hidden_activation": "gelu_pytorch_tanh",

@@ -9,6 +9,7 @@ from gymjax.models.decoder_config import DecoderConfig, LayerKind
 from gymjax.models.hf_config import read_decoder, read_experts, sliding_layers
 from gymjax.nn.moe import ClampedSwiGLU, MoEConfig
 
+ARCHITECTURE = "GptOssForCausalLM"
 DEFAULTS: dict[str, Any] = {
     "head_dim": 64,
     "rms_norm_eps": 1e-5,

@@ -8,6 +8,8 @@ from typing import Any
 from gymjax.models.decoder_config import DecoderConfig
 from gymjax.models.hf_config import read_decoder
 
+ARCHITECTURE = "LlamaForCausalLM"
+
 
 def decoder_config(hf: Mapping[str, Any]) -> DecoderConfig:
     """DecoderConfig of a config.json whose model_type is "llama"."""

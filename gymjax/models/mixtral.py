@@ -9,6 +9,7 @@ from gymjax.models.decoder_config import DecoderConfig, LayerKind
 from gymjax.models.hf_config import read_decoder, read_experts
 from gymjax.nn.moe import MoEConfig
 
+ARCHITECTURE = "MixtralForCausalLM"
 DEFAULTS: dict[str, Any] = {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_local_experts": 8, "num_experts_per_tok": 2}
 
 

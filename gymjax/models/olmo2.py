@@ -8,6 +8,7 @@ from typing import Any
 from gymjax.models.decoder_config import DecoderConfig
 from gymjax.models.hf_config import read_decoder
 
+ARCHITECTURE = "Olmo2ForCausalLM"
 DEFAULTS: dict[str, Any] = {"rms_norm_eps": 1e-5}
 
 

@@ -10,6 +10,7 @@ from gymjax.models.decoder_config import DecoderConfig
 from gymjax.models.hf_config import local_global_kinds, read_decoder
 from gymjax.models.hf_rope import read_layer_ropes
 
+ARCHITECTURE = "Olmo3ForCausalLM"
 DEFAULTS: dict[str, Any] = {**olmo2.DEFAULTS, "sliding_window": 4096}
 THETA = 500000.0  # transformers gives it to sliding layers whatever rope_theta says
 

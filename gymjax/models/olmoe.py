@@ -9,6 +9,7 @@ from gymjax.models.decoder_config import DecoderConfig, LayerKind
 from gymjax.models.hf_config import read_decoder, read_experts
 from gymjax.nn.moe import MoEConfig
 
+ARCHITECTURE = "OlmoeForCausalLM"
 DEFAULTS: dict[str, Any] = {"rms_norm_eps": 1e-5, "num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False}
 
 

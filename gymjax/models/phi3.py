@@ -14,6 +14,7 @@ from gymjax.models.decoder_config import DecoderConfig, LayerKind
 from gymjax.models.hf_config import read_decoder, refuse
 from gymjax.models.hf_rope import read_rope, rope_parameters
 
+ARCHITECTURE = "Phi3ForCausalLM"
 DEFAULTS: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
     "max_position_embeddings": 4096,

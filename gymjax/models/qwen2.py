@@ -8,6 +8,8 @@ from typing import Any
 from gymjax.models.decoder_config import DecoderConfig, LayerKind
 from gymjax.models.hf_config import read_decoder, sliding_layers
 
+ARCHITECTURE = "Qwen2ForCausalLM"
+
 
 def layer_kinds(hf: Mapping[str, Any]) -> tuple[LayerKind, ...]:
     """Kind of each layer: `layer_types` when given, else layers from max_window_layers on, if use_sliding_window."""

@@ -10,6 +10,7 @@ from gymjax.models.decoder_config import DecoderConfig, LayerKind
 from gymjax.models.hf_config import read_decoder, read_experts, sliding_layers
 from gymjax.nn.moe import MoEConfig
 
+ARCHITECTURE = "Qwen2MoeForCausalLM"
 DEFAULTS: dict[str, Any] = {
     "num_experts": 60,
     "num_experts_per_tok": 4,

@@ -9,6 +9,8 @@ from gymjax.models.decoder_config import DecoderConfig
 from gymjax.models.hf_config import read_decoder
 from gymjax.models.qwen2 import layer_kinds
 
+ARCHITECTURE = "Qwen3ForCausalLM"
+
 
 def decoder_config(hf: Mapping[str, Any]) -> DecoderConfig:
     """DecoderConfig of a config.json whose model_type is "qwen3"."""

@@ -10,6 +10,7 @@ from gymjax.models.hf_config import read_decoder, read_experts
 from gymjax.models.qwen2_moe import sparse_kinds
 from gymjax.nn.moe import MoEConfig
 
+ARCHITECTURE = "Qwen3MoeForCausalLM"
 DEFAULTS: dict[str, Any] = {
     "num_experts_per_tok": 8,
     "norm_topk_prob": False,

@@ -8,6 +8,7 @@ from typing import Any
 from gymjax.models.decoder_config import DecoderConfig, LayerKind
 from gymjax.models.hf_config import read_decoder, sliding_layers
 
+ARCHITECTURE = "SmolLM3ForCausalLM"
 DEFAULTS: dict[str, Any] = {"rope_theta": 2000000.0, "num_key_value_heads": 4, "tie_word_embeddings": True}
 
 
