@@ -148,17 +148,19 @@ def verify(config: Config, *, torch: bool = True, tolerance: float = 1e-4, token
         adapted = logits(model, rows)
         if theirs_adapted is not None:
             found.append(compare("adapter in gymjax; in PEFT", adapted, theirs_adapted, tolerance))
-        found += _merged(config, model, adapter, adapted, rows, tolerance)
+        found += _merged(config, path, model, adapter, adapted, rows, tolerance)
     return found
 
 
-def _merged(config: Config, model: Decoder, adapter: Path, adapted, rows, tolerance: float) -> list[Comparison]:
+def _merged(
+    config: Config, base: Path, model: Decoder, adapter: Path, adapted, rows, tolerance: float
+) -> list[Comparison]:
     """The merged model against the adapter; with a quantized base also against the adapter over that."""
     unpack(model, jnp.dtype("float32"))
     merge(model)
     merged = logits(model, rows)
     found = [compare("merged in f32; adapter", merged, adapted, tolerance)]
-    dtype = saved_dtype(config, locate(config.model.model_name_or_path, config.model.cache_dir))
+    dtype = saved_dtype(config, base)
     rounded = jax.tree.map(lambda leaf: leaf.astype(dtype).astype(leaf.dtype), nnx.state(model))
     nnx.update(model, rounded)
     merged = logits(model, rows)

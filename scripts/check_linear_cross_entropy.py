@@ -26,7 +26,7 @@ from pallas_kernels.grouped_matmul.mosaic_gpu_tiles import Tiles as ProductTiles
 from pallas_kernels.linear_cross_entropy import linear_cross_entropy
 from pallas_kernels.linear_cross_entropy.mosaic_gpu_exponentials import exponentials
 
-VOCABULARIES = (128256, 151936, 32064)
+VOCABULARIES = (128256, 151936, 262144, 32064)
 
 
 def check_exponentials(vocabulary: int, pair: bool) -> tuple[str, bool]:

@@ -76,15 +76,14 @@ def telling(rows: list[dict]) -> list[dict]:
     rows = [row for row in rows if row["implementation"] in OURS or row["bench"] not in ours]
     newest: dict[tuple[str, ...], str] = {}
     for row in rows:
-        key = tuple(row[name] for name in CASE)
-        newest[key] = max(newest.get(key, ""), str(row["time"]))
-    rows = [
-        row
-        for row in rows
-        if not str(row["peer"]).startswith(OURS) or str(row["time"]) == newest[tuple(row[name] for name in CASE)]
-    ]
-    strong = {tuple(row[name] for name in CASE) for row in rows if row["peer"] not in PLAIN}
-    return [row for row in rows if row["peer"] not in PLAIN or tuple(row[name] for name in CASE) not in strong]
+        newest[_case(row)] = max(newest.get(_case(row), ""), str(row["time"]))
+    rows = [row for row in rows if not str(row["peer"]).startswith(OURS) or str(row["time"]) == newest[_case(row)]]
+    strong = {_case(row) for row in rows if row["peer"] not in PLAIN}
+    return [row for row in rows if row["peer"] not in PLAIN or _case(row) not in strong]
+
+
+def _case(row: dict) -> tuple[str, ...]:
+    return tuple(row[name] for name in CASE)
 
 
 def table(rows: list[dict]) -> str:

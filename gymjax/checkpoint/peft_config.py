@@ -1,6 +1,5 @@
 """Reading an adapter's adapter_config.json: every setting is done here, known to change nothing, or refused."""
 
-import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any
 
 from gymjax.checkpoint.adapter_base import CONFIG
 from gymjax.checkpoint.hf import read_json
+from gymjax.models.hf_values import is_number, is_whole
 
 # Settings of PEFT's LoraConfig that say how an adapter was made, or what its tensors show; any other must be unset.
 _WITHOUT_EFFECT = {
@@ -34,14 +34,6 @@ _WITHOUT_EFFECT = {
 _STARTS = (True, False, None, "gaussian", "eva", "orthogonal", "pissa")
 
 
-def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _rank(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
 def _names(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(name, str) for name in value)
 
@@ -62,20 +54,20 @@ def _is_regex(text: str) -> bool:
 
 
 _NEEDED: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "r": ("a whole number of at least 1", _rank),
-    "lora_alpha": ("a number", _number),
+    "r": ("a whole number of at least 1", is_whole),
+    "lora_alpha": ("a number", is_number),
 }
 _OPTIONAL: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "base_model_name_or_path": ("a text", lambda value: isinstance(value, str)),
-    "lora_dropout": ("at least 0 and below 1", lambda value: _number(value) and 0 <= value < 1),
+    "lora_dropout": ("at least 0 and below 1", lambda value: is_number(value) and 0 <= value < 1),
     "use_rslora": ("true or false", lambda value: isinstance(value, bool)),
     "use_dora": ("true or false", lambda value: isinstance(value, bool)),
     "ensure_weight_tying": ("true or false", lambda value: isinstance(value, bool)),
     "target_modules": ("a text or a list of names", lambda value: isinstance(value, str) or _names(value)),
     "target_parameters": ("a list of names", _names),
     "modules_to_save": ("a list of names", _names),
-    "rank_pattern": ("regular expressions with whole numbers of at least 1", _pattern(_rank)),
-    "alpha_pattern": ("regular expressions with numbers", _pattern(_number)),
+    "rank_pattern": ("regular expressions with whole numbers of at least 1", _pattern(is_whole)),
+    "alpha_pattern": ("regular expressions with numbers", _pattern(is_number)),
 }
 """What null stands for is PEFT's default."""
 
