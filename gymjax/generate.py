@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from gymjax.checkpoint.files import replacing
@@ -25,6 +25,7 @@ OWN = {
     "raw": "true: continue the text as it is; default: ask it through the chat template, where there is one",
 }
 PREDICTIONS = "generated_predictions.jsonl"
+PARTIAL = "generated_predictions.partial.jsonl"
 
 
 def load_adapted(config: Config) -> LoadedModel:
@@ -60,6 +61,7 @@ def answer_prompts(
     *,
     raw: bool = False,
     names: Sequence[str] | None = None,
+    on_batch: Callable[[dict[int, Answer]], None] | None = None,
 ) -> list[Answer]:
     """Answers prompts as a config says.
 
@@ -69,6 +71,7 @@ def answer_prompts(
         config: sampling, seed, template, default_system and attention are read.
         raw: continue texts as they are instead of asking them through the chat template.
         names: of the prompts in errors, such as "file:line"; None for their numbers.
+        on_batch: as in `generate`.
     """
     has_template = config.data.template is not None or bool(loaded.tokenizer.chat_template)
     asked = has_template and not raw
@@ -84,19 +87,45 @@ def answer_prompts(
         batch_size=config.train.per_device_eval_batch_size,
         attention=ATTENTION[config.model.flash_attn],
         names=names,
+        on_batch=on_batch,
     )
 
 
-def write_predictions(folder: Path | str, questions: Sequence[Question], answers: Sequence[Answer]) -> Path:
-    """Writes generated_predictions.jsonl, whole or not at all: {"prompt", "predict", "label"} a line."""
-    rows = [
-        {"prompt": question.prompt, "predict": answer.text, "label": question.label}
-        for question, answer in zip(questions, answers, strict=True)
-    ]
-    with replacing(Path(folder)) as temporary:
-        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        (temporary / PREDICTIONS).write_text(lines, encoding="utf-8")
-    return Path(folder) / PREDICTIONS
+def answer_file(loaded: LoadedModel, questions: Sequence[Question], config: Config, *, raw: bool = False) -> Path:
+    """Answers questions into output_dir and returns the file's path.
+
+    It is written whole, {"prompt", "predict", "label"} a line. What ends the work before, an interrupt too, leaves the
+    answers that there are in generated_predictions.partial.jsonl.
+    """
+    folder, answers = Path(config.train.output_dir), {}
+
+    def keep(batch: dict[int, Answer]) -> None:
+        answers.update(batch)
+        if sys.stderr.isatty():
+            end = "\n" if len(answers) == len(questions) else ""
+            print(f"\r{len(answers)} of {len(questions)} prompts answered", end=end, file=sys.stderr, flush=True)
+
+    def write(name: str) -> Path:
+        rows = [
+            {"prompt": question.prompt, "predict": answers[number].text, "label": question.label}
+            for number, question in enumerate(questions)
+            if number in answers
+        ]
+        with replacing(folder) as temporary:
+            lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+            (temporary / name).write_text(lines, encoding="utf-8")
+        return folder / name
+
+    prompts, names = [question.prompt for question in questions], [question.source for question in questions]
+    try:
+        answer_prompts(loaded, prompts, config, raw=raw, names=names, on_batch=keep)
+    except BaseException:
+        if answers:
+            print(f"{len(answers)} of {len(questions)} answers are in {write(PARTIAL)}", file=sys.stderr)
+        raise
+    written = write(PREDICTIONS)
+    (folder / PARTIAL).unlink(missing_ok=True)
+    return written
 
 
 def usage() -> str:
@@ -122,14 +151,12 @@ def main(arguments: Sequence[str]) -> None:
     file = own.get("prompt_file")
     if file is not None:
         check_writable("output_dir", Path(config.train.output_dir))
-    questions = [Question(own["prompt"], "", "command line")] if file is None else read_questions(file)
+    questions = None if file is None else read_questions(file)  # before the model, which takes longer
     loaded = load_adapted(config)
-    prompts, names = [question.prompt for question in questions], [question.source for question in questions]
-    answers = answer_prompts(loaded, prompts, config, raw=raw, names=names)
-    if file is None:
-        print(answers[0].text)
+    if questions is None:
+        print(answer_prompts(loaded, [own["prompt"]], config, raw=raw, names=["command line"])[0].text)
     else:
-        print(f"wrote {len(answers)} answers to {write_predictions(config.train.output_dir, questions, answers)}")
+        print(f"wrote {len(questions)} answers to {answer_file(loaded, questions, config, raw=raw)}")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from gymjax.models.expert_names import expert_linears, experts_name, router_name
 from gymjax.models.names import layer_places, node_at
 from gymjax.nn.moe import MoEConfig
 from gymjax.quant.mxfp4 import dequantize_mxfp4
-from pallas_kernels.nf4_linear import NF4Weight, dequantize
+from pallas_kernels.nf4_linear import NF4Weight
 
 _FUSED = "mlp.experts"  # transformers 5 has one name for all families
 _ROUTER = "mlp.gate"
@@ -138,8 +138,7 @@ def fused_tensors(model: Decoder, dtype: DTypeLike) -> Iterator[tuple[str, Tenso
         def row(*path: str, block: tuple = block, r: int = r, prefix: str = prefix) -> np.ndarray:
             """One layer's variable, dense, on the host."""
             value = jax.tree.map(lambda leaf: np.asarray(leaf[r]), node_at(model, (*block, *path)).get_value())
-            dense = np.asarray(dequantize(value) if isinstance(value, NF4Weight) else value)
-            return rounded(dense, dtype, f"{prefix}.{'.'.join(path)}")
+            return rounded(value, dtype, f"{prefix}.{'.'.join(path)}")
 
         def gate_up(kind: str, row: Callable = row) -> np.ndarray:
             """Gate's and up's outputs in turn."""

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import re
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,9 @@ class OpenedBase:
 def with_own_base(config: ModelConfig, adapter: Path | str | None) -> ModelConfig:
     """The model section with the base that an adapter brought along, where it brought one.
 
+    An adapter that says it was trained over a model of another name gets a warning: files show shapes only, and models
+    of one family share those.
+
     Args:
         config: of the run.
         adapter: PEFT folder; None for no adapter.
@@ -81,9 +85,14 @@ def with_own_base(config: ModelConfig, adapter: Path | str | None) -> ModelConfi
     """
     if adapter is None:
         return config
-    open_adapter(Path(adapter))  # mistakes in its files are found before a base is loaded
+    settings, _ = open_adapter(Path(adapter))  # mistakes in its files are found before a base is loaded
     base = own_base(Path(adapter))
-    return config if base is None else dataclasses.replace(config, model_name_or_path=str(base))
+    if base is not None:
+        return dataclasses.replace(config, model_name_or_path=str(base))
+    trained_over, given = settings.get("base_model_name_or_path"), config.model_name_or_path
+    if trained_over and Path(trained_over).name != Path(given).name:  # folders move
+        warnings.warn(f"{adapter} was trained over {trained_over}, and is used over {given}", stacklevel=2)
+    return config
 
 
 def open_base(config: ModelConfig, *, cutoff_len: int | None = None) -> OpenedBase:

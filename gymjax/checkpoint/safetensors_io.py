@@ -15,6 +15,8 @@ import ml_dtypes
 import numpy as np
 from jax.typing import DTypeLike
 
+from pallas_kernels.nf4_linear import NF4Weight, dequantize
+
 DTYPES = {
     "F64": np.float64,
     "F32": np.float32,
@@ -142,12 +144,14 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
             file.write(np.ascontiguousarray(value).reshape(-1).view(np.uint8))
 
 
-def rounded(value: np.ndarray, dtype: DTypeLike, name: str) -> np.ndarray:
-    """A tensor in the dtype to save.
+def rounded(value: np.ndarray | NF4Weight, dtype: DTypeLike, name: str) -> np.ndarray:
+    """A tensor in the dtype to save, a packed one's values rounded once from f32.
 
     Raises:
         ValueError: a finite number of it is beyond what float16 holds.
     """
+    if isinstance(value, NF4Weight):
+        value = np.asarray(dequantize(value, dtype=np.float32))
     with np.errstate(over="ignore"):
         result = value.astype(dtype)
     if result.dtype == np.float16 and (np.isinf(result) & ~np.isinf(value)).any():

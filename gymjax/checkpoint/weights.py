@@ -20,7 +20,7 @@ from gymjax.models.decoder import Decoder
 from gymjax.models.decoder_config import DecoderConfig
 from gymjax.models.names import HFWeight, Index, hf_weights, node_at
 from gymjax.quant.nf4 import packed_zeros, quantize, to_bitsandbytes
-from pallas_kernels.nf4_linear import NF4Weight, dequantize
+from pallas_kernels.nf4_linear import NF4Weight
 
 Place = Callable[[tuple[str | int, ...], Any], Any]
 Split = Callable[[str, Any, Pack], Any]
@@ -202,13 +202,12 @@ def hf_tensors(model: Decoder, dtype: DTypeLike, *, keep_packed: bool = False) -
                 yield name, Tensor(part.shape, part.dtype, lambda part=part: part)
         else:
             row = partial(_row, value, weight.index)
-            yield weight.name, Tensor(weight.shape, dtype, lambda row=row, name=weight.name: _dense(row(), dtype, name))
+            yield (
+                weight.name,
+                Tensor(weight.shape, dtype, lambda row=row, name=weight.name: rounded(row(), dtype, name)),
+            )
 
 
 def _row(value: Any, index: Index) -> Any:
     """One layer, or one expert of it, of a stacked value, on the host."""
     return jax.tree.map(lambda leaf: np.asarray(leaf if index is None else leaf[index]), value)
-
-
-def _dense(value: np.ndarray | NF4Weight, dtype: np.dtype, name: str) -> np.ndarray:
-    return rounded(np.asarray(dequantize(value, dtype=dtype) if isinstance(value, NF4Weight) else value), dtype, name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, Literal
 
 import jax
@@ -52,6 +52,7 @@ def generate(
     batch_size: int = 8,
     attention: str | None = None,
     names: Sequence[str] | None = None,
+    on_batch: Callable[[dict[int, Answer]], None] | None = None,
 ) -> list[Answer]:
     """Answers prompts of any lengths in batches; an answer depends on its prompt, place and seed, not on its batch.
 
@@ -67,6 +68,8 @@ def generate(
         batch_size: prompts answered at a time.
         attention: flash-attention implementation of the prefill; None for the fastest.
         names: of the prompts in errors, such as "file:line"; None for their numbers.
+        on_batch: called with each batch's answers by the numbers of their prompts, as soon as they are there; prompts
+            of alike lengths come together.
 
     Returns:
         One answer a prompt, in the order of the prompts.
@@ -82,7 +85,10 @@ def generate(
     for start in range(0, len(ids), batch_size):
         numbers = order[start : start + batch_size]
         *_, (batch, _) = _partial_answers(run, [ids[number] for number in numbers], numbers, chunk)
-        answers |= zip(numbers, batch)
+        made = dict(zip(numbers, batch))
+        answers |= made
+        if on_batch is not None:
+            on_batch(made)
     return [answers[number] for number in range(len(ids))]
 
 

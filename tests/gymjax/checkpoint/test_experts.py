@@ -12,7 +12,7 @@ from gymjax.checkpoint.weights import load_decoder
 from gymjax.models import decoder_config
 from gymjax.models.decoder import Decoder
 from gymjax.quant.nf4 import quantize
-from pallas_kernels.nf4_linear import NF4Weight
+from pallas_kernels.nf4_linear import NF4Weight, dequantize
 
 HF = {
     "model_type": "qwen2_moe",
@@ -62,6 +62,22 @@ def test_every_expert_is_packed_by_itself_and_kept_so(folder, tmp_path):
     again = load_decoder(decoder_config(HF), kept, dtype="float32")
     tokens = np.arange(10)[None]
     np.testing.assert_array_equal(model.logits(model(tokens)), again.logits(again(tokens)))
+
+
+def test_packed_experts_in_fused_files_are_rounded_once(tmp_path):
+    hf = HF | {"model_type": "gpt_oss", "num_local_experts": 3, "head_dim": 8}
+    model = Decoder(decoder_config(hf), dtype=jnp.float32)
+    rng = np.random.default_rng(0)
+    experts = model.stacks[0][0].mlp
+    for projection in (experts.gate, experts.up, experts.down):
+        shape = projection.w.get_value().shape
+        packed = [quantize(one, dtype="bfloat16") for one in rng.normal(0, 0.3, (shape[0] * shape[1], *shape[2:]))]
+        stacked = jax.tree.map(lambda *leaves, n=shape[:2]: jnp.stack(leaves).reshape(*n, *leaves[0].shape), *packed)
+        projection.w.set_value(stacked)
+    save_folder(tmp_path, model, hf, dtype="float32")
+    written = open_folder(tmp_path).read("model.layers.0.mlp.experts.down_proj")
+    exact = dequantize(experts.down.w.get_value(), dtype="float32")[0]
+    np.testing.assert_array_equal(written, np.asarray(exact).swapaxes(1, 2))
 
 
 class Fused:

@@ -134,6 +134,15 @@ def test_bad_adapter_is_found_before_a_base(tmp_path):
         with_own_base(ModelConfig(model_name_or_path="of 70 billion weights"), tmp_path)
 
 
+def test_an_adapter_over_a_model_of_another_name_warns(make_model, tmp_path):
+    model, spec = make_model(), LoraSpec(rank=2)
+    attach(model, spec, key=jax.random.key(0))
+    save_adapter(tmp_path, model, spec, base="someone/small-instruct")
+    assert with_own_base(moved := ModelConfig(model_name_or_path="/models/small-instruct"), tmp_path) is moved
+    with pytest.warns(UserWarning, match="was trained over someone/small-instruct, and is used over someone/small$"):
+        with_own_base(ModelConfig(model_name_or_path="someone/small"), tmp_path)
+
+
 def test_bad_tokenizer_of_an_adapter(folder, make_model, byte_tokenizer, tmp_path):
     """Its tokens beyond the embedding were read as the last one."""
     model, spec, more = make_model(), LoraSpec(rank=2), copy.deepcopy(byte_tokenizer)

@@ -34,7 +34,7 @@ def test_merged_folder_computes_what_the_adapter_computes(base, adapter, tmp_pat
 
 def test_a_merge_rounds_once(base, adapter, tmp_path, make_config):
     """bf16 base: the written weight is bf16(f32(w) + f32 delta), whatever the run computes in."""
-    half = tmp_path / "half"
+    half = tmp_path / base.name
     export.export_model(make_config(export_dtype="bfloat16"), half)
     merged = export.load_merged(make_config(model_name_or_path=str(half), quantization_bit=4), adapter)
     stored = load_file(half / "model.safetensors")["model.layers.1.mlp.up_proj.weight"].astype(np.float32)

@@ -33,6 +33,31 @@ def test_file_of_prompts_becomes_predictions(base, rows_file, tmp_path, capsys):
     assert "wrote 3 answers" in capsys.readouterr().out
 
 
+def test_an_interrupt_leaves_the_answers_there_are(base, rows_file, tmp_path, capsys, monkeypatch):
+    out = tmp_path / "out"
+    arguments = [f"model_name_or_path={base}", "max_new_tokens=4", f"prompt_file={rows_file}", f"output_dir={out}"]
+    answer = entry.answer_prompts
+
+    def interrupted(*args, on_batch, **kwargs):
+        def keep(batch):
+            on_batch(batch)
+            raise KeyboardInterrupt
+
+        return answer(*args, on_batch=keep, **kwargs)
+
+    monkeypatch.setattr(entry, "answer_prompts", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        entry.main([*arguments, "per_device_eval_batch_size=2"])
+    monkeypatch.undo()
+    kept = [json.loads(line) for line in (out / entry.PARTIAL).read_text().splitlines()]
+    assert [path.name for path in out.iterdir()] == [entry.PARTIAL]
+    assert f"2 of 3 answers are in {out / entry.PARTIAL}" in capsys.readouterr().err
+    entry.main(arguments)
+    whole = [json.loads(line) for line in (out / entry.PREDICTIONS).read_text().splitlines()]
+    assert [path.name for path in out.iterdir()] == [entry.PREDICTIONS]
+    assert [row for row in whole if row in kept] == kept
+
+
 def test_adapter_changes_the_answer_and_an_unused_one_is_noted(adapter, loaded, make_config, capsys):
     prompt = [[{"role": "user", "content": "Who are you?"}]]
     base_text = entry.answer_prompts(loaded, prompt, make_config())[0].text
