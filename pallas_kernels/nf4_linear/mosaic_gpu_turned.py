@@ -328,10 +328,9 @@ def multiply_turned(x, codes, absmax, nested_absmax, offset, extra=None, *, shap
                     factors.append(load_factor_at(scales, blocks, staged=staged))
                 return tuple(codes), tuple(values), tuple(factors), load_absmax(turn + 1)
 
-            def fill(number, codes, scales_of_tile):
+            def ask_for_rows(number):
                 slot = slot_of(number)
                 row, _, k = place(number)
-                pl.when(number >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
 
                 def copy(ref, k):
                     source = ref.at[pl.ds(row, tiles.rows), pl.ds(k * DEPTH, DEPTH)]
@@ -343,6 +342,15 @@ def multiply_turned(x, codes, absmax, nested_absmax, offset, extra=None, *, shap
                     pl.when(k < 0)(lambda: copy(more_refs[0], k + first_steps))
                 else:
                     copy(x_ref, k)
+
+            def fill(number, codes, scales_of_tile):
+                slot = slot_of(number)
+
+                @pl.when(number >= stages)
+                def _again():
+                    plgpu.barrier_wait(free.at[slot])
+                    ask_for_rows(number)
+
                 store_tile(codes, scales_of_tile, codes_smem.at[slot], scales_smem.at[slot], **form)
                 plgpu.barrier_arrive(ready.at[slot])
 
@@ -356,8 +364,9 @@ def multiply_turned(x, codes, absmax, nested_absmax, offset, extra=None, *, shap
                 pl.when(2 * turn + 1 < total)(lambda: fill(2 * turn + 1, words[1], found[1]))
                 return following
 
-            turns = lax.div(total + 1, jnp.int32(2))
-            lax.fori_loop(0, turns, two_steps, load(jnp.int32(0), load_absmax(jnp.int32(0))))
+            first = load_absmax(jnp.int32(0))  # three loads wait for each other: meanwhile rows arrive
+            lax.fori_loop(0, jnp.minimum(total, stages), lambda number, _: ask_for_rows(number), None)
+            lax.fori_loop(0, lax.div(total + 1, jnp.int32(2)), two_steps, load(jnp.int32(0), first))
             drain(total, stages, free)
 
     def tile(*shape: int):
