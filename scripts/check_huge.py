@@ -1,6 +1,6 @@
 """Checks operations on arrays of more than 2^31 elements, and of just fewer, on a GPU.
 
-Usage: python scripts/check_huge.py [--elements N]     (exit status 1 where an error is above its bar)
+Usage: python scripts/check_huge.py [NAME ...] [--elements N]     (exit status 1: an error above its bar)
 
 Rows repeat: row r of an input is row r % PERIOD of a small one, so that every row of a result has a row of the small
 input's to be equal to, which plain jnp computes in f32. A result may be off by a unit in the last place of its dtype, a
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -27,6 +27,7 @@ from pallas_kernels.swiglu import swiglu
 
 PERIOD, HEAD = 1031, 128  # rows; a head's channels
 WIDTH, VOCABULARY = 4096, 128256
+NAMES = ("rms_norm", "swiglu", "rope", "loss")
 
 
 def normal(seed: int, *shape: int, dtype=jnp.bfloat16) -> jax.Array:
@@ -44,10 +45,9 @@ def operations(rows: int, width: int) -> Iterator[tuple[str, Callable, Callable,
     pair = [normal(0, PERIOD, width), normal(1, PERIOD, width)]
     yield "swiglu", swiglu, lambda gate, up: jax.nn.silu(gate) * up, pair
     angles = jnp.linspace(0.0, 6.0, PERIOD * HEAD // 2).reshape(PERIOD, HEAD // 2)
-    turns = jnp.resize(angles, (rows, HEAD // 2))[None]
 
     def turned(q):
-        q = q.reshape(1, len(q), -1, HEAD)
+        q, turns = q.reshape(1, len(q), -1, HEAD), angles[None, jnp.arange(rows) % PERIOD]
         return rope(q, q[:, :, :1], jnp.cos(turns), jnp.sin(turns))[0].reshape(q.shape[1], -1)
 
     def plain_rope(q):
@@ -69,11 +69,13 @@ def off(got: jax.Array, small: jax.Array) -> float:
     return float(jax.jit(of)(got, small))
 
 
-def check_rows(elements: int, width: int) -> bool:
+def check_rows(elements: int, width: int, names: Sequence[str]) -> bool:
     """Each operation on just fewer elements than that, and on more."""
     good = True
     for rows in (elements // width - 8, elements // width + 8):
         for name, operation, plain, small in operations(rows, width):
+            if name not in names:
+                continue
             wide = [one.astype(jnp.float32) for one in small]
             want, back = jax.vjp(plain, *wide)
             (want_dx, *_) = back(wide[0])
@@ -120,11 +122,16 @@ def check_loss(elements: int, vocabulary: int) -> bool:
 def main() -> int:
     """Runs every check."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", default=NAMES, metavar="NAME", help=f"of {', '.join(NAMES)}")
     parser.add_argument("--elements", type=int, default=2**31)
-    elements = parser.parse_args().elements
-    tiny = elements < 2**31  # to see that the script runs
-    good = [check_rows(elements, 4 * HEAD if tiny else WIDTH), check_loss(elements, 1024 if tiny else VOCABULARY)]
-    return int(not all(good))
+    options = parser.parse_args()
+    if unknown := set(options.names) - set(NAMES):
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(NAMES)}")
+    tiny = options.elements < 2**31  # to see that the script runs
+    good = check_rows(options.elements, 4 * HEAD if tiny else WIDTH, options.names)
+    if "loss" in options.names:
+        good &= check_loss(options.elements, 1024 if tiny else VOCABULARY)
+    return int(not good)
 
 
 if __name__ == "__main__":
