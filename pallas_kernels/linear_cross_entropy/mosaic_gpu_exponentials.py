@@ -36,7 +36,7 @@ from pallas_kernels.linear_cross_entropy.mosaic_gpu_codes import ONE, STEPS, cod
 
 LOG2E = math.log2(math.e)
 TILES = Tiles()
-PART = 128  # columns whose exponentials are in registers at a time
+PART = 64
 _OF_ROW = plgpu.Layout.WGMMA.reduce(1)
 
 
@@ -44,7 +44,7 @@ def refuses_shapes(width: int, vocabulary: int, dtype: Any) -> str | None:
     """Return why the kernel cannot multiply such hidden states with such a head, or None."""
     if dtype != jnp.bfloat16:
         return f"it needs bfloat16, and x is {dtype}"
-    if width % DEPTH or vocabulary % DEPTH:
+    if width % DEPTH or vocabulary % PART:
         return f"width and vocabulary must be multiples of {DEPTH}, and are {width} and {vocabulary}"
     return None
 
@@ -93,9 +93,11 @@ def _run(x, head, labels, reference, *, scale: float, coded: bool, tiles: Tiles)
     high, wide, steps = rows // (team * ROWS), -(-vocabulary // columns), depth // DEPTH
     blocks = min(high * wide, (tiles.blocks or _platform.multiprocessors()) // team)
     unit, dtype = scale * LOG2E, jnp.dtype(jnp.int16 if coded else x.dtype)
+    of_labels = (labels // columns).reshape(-1, HALF, 1)
+    labelled = jnp.any(of_labels == jnp.arange(wide), axis=1).astype(jnp.int32)  # (halves, wide): whether it has any
 
     def kernel(refs, scratch):
-        x_ref, head_ref, labels_ref, reference_ref, stored_ref, parts_ref = refs
+        x_ref, head_ref, labels_ref, labelled_ref, reference_ref, stored_ref, parts_ref = refs
         x_smem, head_smem, stored_smem, ready, free = scratch
         shared = "pair" if tiles.pair else None
         block, warpgroup = lax.axis_index("blocks"), lax.axis_index("warpgroup")
@@ -119,20 +121,25 @@ def _run(x, head, labels, reference, *, scale: float, coded: bool, tiles: Tiles)
                 )
                 sums = multiply_slots(x_smem, head_smem, ready, free, n * steps, steps, columns, transposed=True)
                 label -= column * columns
-                total = label_product = plgpu.layout_cast(jnp.zeros((HALF,), jnp.float32), _OF_ROW)
+                has_labels = labelled_ref[lax.div(at.start, jnp.int32(HALF)), column] > 0
+                total = label_product = nothing = plgpu.layout_cast(jnp.zeros((HALF,), jnp.float32), _OF_ROW)
                 for begin in range(0, columns, PART):
                     product = sums[:, begin : begin + PART]
-                    place = plgpu.broadcasted_iota(jnp.int32, product.shape, 1, layout=plgpu.Layout.WGMMA)
-                    is_label = place == _by_row(label - begin, product.shape)
                     above = _by_row(row_reference, product.shape)
-                    power = jnp.where(is_label, 0.0, jnp.exp2(product * unit - above))
+                    power = jnp.exp2(product * unit - above)
+
+                    def without_labels(power=power, product=product, begin=begin):
+                        """Zeros where labels are, whose products are added up."""
+                        place = plgpu.broadcasted_iota(jnp.int32, product.shape, 1, layout=plgpu.Layout.WGMMA)
+                        is_label = place == _by_row(label - begin, product.shape)
+                        return jnp.where(is_label, 0.0, power), jnp.sum(jnp.where(is_label, product, 0.0), axis=1)
+
+                    power, product_there = lax.cond(has_labels, without_labels, lambda p=power: (p, nothing))
                     stored = code(product * (unit * STEPS) - (above * STEPS - ONE)) if coded else power
                     store_rows(stored, stored_smem.at[warpgroup], stored_ref, at.start, column * columns + begin)
-                    label_product += jnp.sum(jnp.where(is_label, product, 0.0), axis=1)
-                    for part in range(0, PART, DEPTH):  # which is inside the vocabulary or not
-                        inside = jnp.broadcast_to(column * columns + begin + part < vocabulary, total.shape)
-                        more = jnp.sum(power[:, part : part + DEPTH], axis=1)
-                        total += jnp.where(plgpu.layout_cast(inside, _OF_ROW), more, 0.0)
+                    label_product += product_there
+                    inside = jnp.broadcast_to(column * columns + begin < vocabulary, total.shape)
+                    total += jnp.where(plgpu.layout_cast(inside, _OF_ROW), jnp.sum(power, axis=1), 0.0)
                 parts_ref[0, column, at] = total
                 parts_ref[1, column, at] = label_product
 
@@ -171,7 +178,7 @@ def _run(x, head, labels, reference, *, scale: float, coded: bool, tiles: Tiles)
             plgpu.Barrier(num_arrivals=WARPGROUPS + 1, num_barriers=stages),
             free_slots(tiles),
         ),
-        *(x, head, labels, reference),
+        *(x, head, labels, labelled, reference),
         out_type=(
             jax.ShapeDtypeStruct((rows, vocabulary), dtype),
             jax.ShapeDtypeStruct((2, wide, rows), jnp.float32),
