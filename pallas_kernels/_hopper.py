@@ -1,14 +1,20 @@
 """What the Hopper kernels share: warpgroups, whole tiles and their layouts in shared memory, and launching."""
 
 import dataclasses
+import struct
 from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.experimental.mosaic.gpu as mgpu
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.experimental.mosaic.gpu import utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import vector
 
 WARPGROUPS = 2  # that compute; one more feeds them
 
@@ -30,6 +36,57 @@ def filled(shape: tuple[int, ...], value):
     """A tile of one number in the layout of the tensor cores' results; of one axis: a value for each of its rows."""
     layout = plgpu.Layout.WGMMA if len(shape) == 2 else plgpu.Layout.WGMMA.reduce(1)
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+
+def by_assembly(ptx: str, x):
+    """Each element of x, f32 in the layout of the tensor cores' results, by a block of PTX that makes $0 of $1."""
+    layout = plgpu.Layout.WGMMA
+
+    @plgpu.inline_mgpu(arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout))
+    def each(_, array):
+        registers = np.empty_like(array.registers)
+        registers.flat = [elementwise(ptx, register) for register in array.registers.flat]
+        return mgpu.FragmentedArray(_registers=registers, _layout=array.layout, _is_signed=None)
+
+    return each(x)
+
+
+def rounded(x, dtype):
+    """x, f32 in the layout of the tensor cores' results, in 16 bits, two numbers an instruction.
+
+    Where a rounded number is read in f32 again, LLVM rounds one by one, which takes four times as long.
+    """
+    layout = plgpu.Layout.WGMMA
+
+    @plgpu.inline_mgpu(arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct(x.shape, dtype, layout))
+    def each(_, array):
+        registers = np.empty_like(array.registers)
+        registers.flat = [packed(register, dtype) for register in array.registers.flat]
+        return mgpu.FragmentedArray(_registers=registers, _layout=array.layout, _is_signed=None)
+
+    return each(x)
+
+
+def packed(register, dtype):
+    """Inside inline_mgpu, a vector of two f32 rounded to bfloat16 or float16."""
+    low, high = (vector.extract(register, [], [i]) for i in range(2))
+    name, short = ("bf16", ir.BF16Type.get()) if dtype == jnp.bfloat16 else ("f16", ir.F16Type.get())
+    word = ir.IntegerType.get_signless(32)
+    two: Any = utils.inline_ptx(f"cvt.rn.{name}x2.f32 $0, $1, $2;", high, low, result_types=word)
+    return utils.bitcast(two, ir.VectorType.get((2,), short))
+
+
+def elementwise(ptx: str, register):
+    """Inside inline_mgpu, likewise of a vector of f32."""
+    f32 = ir.F32Type.get()
+    (length,) = register.type.shape
+    elements = (vector.extract(register, [], [i]) for i in range(length))
+    return vector.from_elements(register.type, [utils.inline_ptx(ptx, x, result_types=f32) for x in elements])
+
+
+def number(value: float) -> str:
+    """A constant of PTX, by its bits."""
+    return f"0f{struct.unpack('>I', struct.pack('>f', value))[0]:08X}"
 
 
 def store_through(buffer, value, target) -> None:

@@ -6,8 +6,6 @@ delays its product with values.
 The interpreter runs no inline assembly: with `staged`, plain array operations do the same.
 """
 
-from typing import Any
-
 import jax.experimental.mosaic.gpu as mgpu
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -17,7 +15,7 @@ from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
-from pallas_kernels.flash_attention.mosaic_gpu_tanh import number
+from pallas_kernels._hopper import number, packed
 
 LANES = 8  # columns of which a row's four threads hold two each: sums of a row stay apart for them
 
@@ -90,9 +88,7 @@ def _pair(factor: float, register, below, dtype):
     LLVM moves its own packing behind the branch of settle.
     """
     ptx = f"{{ .reg .f32 x; fma.rn.f32 x, $1, {number(factor)}, $2; ex2.approx.ftz.f32 $0, x; }}"
-    f32, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)
-    below = vector.extract(below, [], [0])
+    f32, below = ir.F32Type.get(), vector.extract(below, [], [0])
     low, high = (utils.inline_ptx(ptx, vector.extract(register, [], [i]), below, result_types=f32) for i in range(2))
-    name, short = ("bf16", ir.BF16Type.get()) if dtype == jnp.bfloat16 else ("f16", ir.F16Type.get())
-    packed: Any = utils.inline_ptx(f"cvt.rn.{name}x2.f32 $0, $1, $2;", high, low, result_types=i32)
-    return vector.from_elements(register.type, [low, high]), utils.bitcast(packed, ir.VectorType.get((2,), short))
+    raised = vector.from_elements(register.type, [low, high])
+    return raised, packed(raised, dtype)

@@ -18,8 +18,9 @@ from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, scf
 
+from pallas_kernels._hopper import number
 from pallas_kernels.flash_attention.mosaic_gpu_powers import fragment_sums, sums_by_thread
-from pallas_kernels.flash_attention.mosaic_gpu_tanh import any_beyond, elements, number
+from pallas_kernels.flash_attention.mosaic_gpu_tanh import any_beyond, elements
 
 LOWEST = -1e30  # the reference of a row that has seen no key: finite, so that it makes no NaN
 NEAR = 2.0**-40  # of the total

@@ -8,7 +8,6 @@ cap, a longer one where they are not so small, else an odd rational approximatio
 The interpreter runs no inline assembly: with `staged`, plain array operations do the same.
 """
 
-import struct
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +18,8 @@ import numpy as np
 from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, scf, vector
+
+from pallas_kernels._hopper import elementwise, number
 
 # tanh(x) = x * SMALL(x * x) to 8e-8 where |x| <= SMALL_LIMIT, x * MIDDLE(x * x) to 1.4e-7 where |x| <= MIDDLE_LIMIT,
 # and x * TOP(x * x) / BOTTOM(x * x) to 1.6e-7 where |x| <= LIMIT: least maxima of the error by Lawson's iteration.
@@ -73,7 +74,7 @@ def _by_size(product, scale: float, ways: list[str]):
         squares = _largest_sum_of_squares(list(elements(array.registers)))
 
         def each(ptx: str) -> list:
-            return [_elementwise(ptx, register) for register in array.registers.flat]
+            return [elementwise(ptx, register) for register in array.registers.flat]
 
         def within(limit: float, then: Callable[[], list], otherwise: Callable[[], list]) -> list:
             types = [register.type for register in array.registers.flat]
@@ -125,13 +126,6 @@ def elements(registers):
         (length,) = register.type.shape
         for i in range(length):
             yield vector.extract(register, [], [i])
-
-
-def _elementwise(ptx: str, register):
-    f32 = ir.F32Type.get()
-    (length,) = register.type.shape
-    elements = (vector.extract(register, [], [i]) for i in range(length))
-    return vector.from_elements(register.type, [utils.inline_ptx(ptx, x, result_types=f32) for x in elements])
 
 
 def _small(scale: float, factor: float = 1.0) -> str:
@@ -189,8 +183,3 @@ def _horner(name: str, coefficients: tuple[float, ...]) -> list[str]:
 
 def _block(steps: list[str], names: str = "x, t, p, q") -> str:
     return f"{{ .reg .f32 {names}; " + " ".join(steps) + " }"
-
-
-def number(value: float) -> str:
-    """A constant of PTX, by its bits."""
-    return f"0f{struct.unpack('>I', struct.pack('>f', value))[0]:08X}"

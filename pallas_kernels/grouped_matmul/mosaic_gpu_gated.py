@@ -15,7 +15,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels._hopper import WARPGROUPS
+from pallas_kernels._hopper import WARPGROUPS, by_assembly, number, rounded
 from pallas_kernels.grouped_matmul.mosaic_gpu_schedule import check, run
 from pallas_kernels.grouped_matmul.mosaic_gpu_tiles import DEPTH, Tiles, send, stores_behind
 from pallas_kernels.grouped_matmul.mosaic_gpu_work import HALF, row_items
@@ -23,13 +23,17 @@ from pallas_kernels.grouped_matmul.mosaic_gpu_work import HALF, row_items
 PART = 64  # columns that are gated at a time
 COPIES = 2  # of weights a slot, so that there are as many as of gate and up
 LOG2E = math.log2(math.e)
+SIGMOID = (  # a division takes five instructions more
+    f"{{ .reg .f32 e; mul.rn.f32 e, $1, {number(-LOG2E)}; ex2.approx.ftz.f32 e, e; "
+    f"add.rn.f32 e, e, {number(1.0)}; rcp.approx.ftz.f32 $0, e; }}"
+)
 _OF_ROW = plgpu.Layout.WGMMA.reduce(1)
 
 
-def silu_parts(gate, up):
-    """sigmoid(gate), silu(gate) and silu(gate) * up, in f32."""
+def silu_parts(gate, up, *, staged: bool):
+    """sigmoid(gate), silu(gate) and silu(gate) * up, in f32; `staged` is for the interpreter."""
     gate, up = gate.astype(jnp.float32), up.astype(jnp.float32)
-    sigmoid = 1.0 / (1.0 + jnp.exp2(gate * -LOG2E))
+    sigmoid = 1.0 / (1.0 + jnp.exp2(gate * -LOG2E)) if staged else by_assembly(SIGMOID, gate)
     active = gate * sigmoid
     return sigmoid, active, active * up
 
@@ -64,8 +68,9 @@ def gated_rows(xs: Sequence[jax.Array], gates: Sequence[jax.Array], ups: Sequenc
         put = _Parts(scratch, place, 3 * half // PART)
         for part in range(half // PART):
             at = part * PART
-            gate, up = (sums[:, start : start + PART].astype(dtype) for start in (at, half + at))
-            _, _, product = silu_parts(gate, up)
+            gate, up = (sums[:, start : start + PART] for start in (at, half + at))
+            gate, up = (one.astype(dtype) if tiles.staged else rounded(one, dtype) for one in (gate, up))
+            _, _, product = silu_parts(gate, up, staged=tiles.staged)
             for value, ref in zip((gate, up, product * scale), out_refs, strict=True):
                 put(value, ref, place.column * half + at)
 
@@ -130,7 +135,7 @@ def gated_gradients(xs: Sequence[jax.Array], ws: Sequence[jax.Array], gate, up, 
                 plgpu.load(tiled.at[slot, place.warpgroup], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
                 for tiled in (scratch.tiles, scratch.other_tiles)
             )
-            sigmoid, active, product = silu_parts(gate, up)
+            sigmoid, active, product = silu_parts(gate, up, staged=tiles.staged)
             d = sums[:, part * PART : (part + 1) * PART]
             sum_of_part = jnp.sum(d * product, axis=1)
             total = sum_of_part if total is None else total + sum_of_part

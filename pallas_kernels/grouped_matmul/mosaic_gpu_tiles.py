@@ -133,9 +133,13 @@ def send(values, buffer, target, row, column, stored=None):
 
     if stored is None:
         copy(HALF)
-    else:
-        for rows in (HALF >> bit for bit in range(7)):
-            pl.when(stored == rows)(lambda rows=rows: copy(rows))
+        return
+    pl.when(stored == HALF)(lambda: copy(HALF))
+
+    @pl.when(stored < HALF)
+    def _part():
+        for bit in range(1, 7):
+            pl.when(stored == HALF >> bit)(lambda rows=HALF >> bit: copy(rows))
 
 
 def stores_behind(index: int, count: int, stores: int) -> int:
