@@ -269,7 +269,7 @@ def loss_kernels():
     for width, vocabulary in ((4096, 128256), (896, 151936)):
         x, head = (jax.ShapeDtypeStruct((rows, width), jnp.bfloat16) for rows in (1024, vocabulary))
         labels, reference = (jax.ShapeDtypeStruct((1024,), dtype) for dtype in (jnp.int32, jnp.float32))
-        for name, options in (("", {}), ("-coded", {"coded": True}), ("-pair", {"tiles": Tiles(pair=True)})):
+        for name, options in (("", {}), ("-coded", {"coded": True}), ("-alone", {"tiles": Tiles()})):
             product = functools.partial(exponentials, scale=1.0, **options)
             yield [f"loss-product-V{vocabulary}{name}"], product, (x, head, labels, reference), 0
         codes = jax.ShapeDtypeStruct((1024, vocabulary), jnp.int16)

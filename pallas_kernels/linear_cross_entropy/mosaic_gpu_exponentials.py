@@ -35,8 +35,9 @@ from pallas_kernels.grouped_matmul.mosaic_gpu_work import HALF, ROWS, walk
 from pallas_kernels.linear_cross_entropy.mosaic_gpu_codes import ONE, STEPS, code
 
 LOG2E = math.log2(math.e)
-TILES = Tiles()
-PART = 64
+ALONE, PAIRS = Tiles(), Tiles(pair=True, band=8)
+PAIRED = 1024  # rows from which pairs are 3 % faster
+PART = DEPTH  # columns whose exponentials are made and stored at a time, all of them inside the vocabulary or none
 _OF_ROW = plgpu.Layout.WGMMA.reduce(1)
 
 
@@ -57,7 +58,7 @@ def exponentials(
     *,
     scale: float,
     coded: bool = False,
-    tiles: Tiles = TILES,
+    tiles: Tiles | None = None,
 ) -> tuple[Shaped[Array, "tiled V"], Float[Array, " M"], Float[Array, " M"]]:
     """Return each token's exponentials but its label's, their sum, and the label's product.
 
@@ -68,7 +69,8 @@ def exponentials(
         reference: f32, what exponents of 2 are taken relative to: exp2(log2(e) * scale * x @ head.T - reference).
         scale: factor on the products.
         coded: whether to return codes in place of exponentials, see mosaic_gpu_codes; they are right below 2**51.
-        tiles: sizes; with `pair` two blocks have tiles of the same columns and share the head's slots.
+        tiles: sizes, by default those that are fastest; with `pair` two blocks have tiles of the same columns and share
+            the head's slots.
 
     Returns:
         (exponentials, 0 where the label is, as bf16, or codes of all as int16, with some more rows up to whole tiles,
@@ -79,7 +81,9 @@ def exponentials(
     """
     if why := refuses_shapes(x.shape[1], head.shape[0], x.dtype):
         raise ValueError(f"linear_cross_entropy: {why}")
-    rows, team = len(x), 2 if tiles.pair else 1
+    rows = len(x)
+    tiles = tiles or (PAIRS if rows >= PAIRED else ALONE)
+    team = tiles.team
     x, labels, reference = padded(x, team * ROWS, 1), padded(labels, team * ROWS), padded(reference, team * ROWS)
     run = sequential_vmap(functools.partial(_run, scale=scale, coded=coded, tiles=tiles))
     stored, parts = run(x, head, labels.astype(jnp.int32), reference.astype(jnp.float32))
@@ -89,7 +93,7 @@ def exponentials(
 
 def _run(x, head, labels, reference, *, scale: float, coded: bool, tiles: Tiles):
     (rows, depth), vocabulary = x.shape, head.shape[0]
-    columns, stages, team = tiles.columns, tiles.stages, 2 if tiles.pair else 1
+    columns, stages, team = tiles.columns, tiles.stages, tiles.team
     high, wide, steps = rows // (team * ROWS), -(-vocabulary // columns), depth // DEPTH
     blocks = min(high * wide, (tiles.blocks or _platform.multiprocessors()) // team)
     unit, dtype = scale * LOG2E, jnp.dtype(jnp.int16 if coded else x.dtype)
