@@ -26,7 +26,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from pallas_kernels.nf4_linear import NF4Weight, dequantize, join, mosaic_gpu
-from pallas_kernels.nf4_linear.mosaic_gpu_turned import TurnedTiles
+from pallas_kernels.nf4_linear.mosaic_gpu_turned_tiles import TurnedTiles
 
 LLAMA_8B = ((14336, 4096), (4096, 14336), (4096, 4096), (1024, 4096))
 LLAMA_70B = ((28672, 8192), (8192, 28672), (8192, 8192), (1024, 8192))

@@ -37,7 +37,7 @@ from pallas_kernels.lora_linear import mosaic_gpu as narrow
 from pallas_kernels.nf4_linear import mosaic_gpu as nf4
 from pallas_kernels.nf4_linear.cases import random_weight
 from pallas_kernels.nf4_linear.mosaic_gpu_join import copy_with_edge
-from pallas_kernels.nf4_linear.mosaic_gpu_turned import TurnedTiles
+from pallas_kernels.nf4_linear.mosaic_gpu_turned_tiles import TurnedTiles
 from pallas_kernels.rms_norm import mosaic_gpu as norm
 from pallas_kernels.rope import mosaic_gpu as rope
 from pallas_kernels.swiglu import mosaic_gpu as gate_kernel

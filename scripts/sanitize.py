@@ -26,7 +26,7 @@ from pallas_kernels.grouped_matmul import GroupedLayer, grouped_matmul, grouped_
 from pallas_kernels.linear_cross_entropy import linear_cross_entropy
 from pallas_kernels.lora_linear import lora_linear
 from pallas_kernels.nf4_linear import mosaic_gpu, nf4_linear
-from pallas_kernels.nf4_linear.mosaic_gpu_turned import TurnedTiles
+from pallas_kernels.nf4_linear.mosaic_gpu_turned_tiles import TurnedTiles
 from pallas_kernels.rms_norm import rms_norm
 from pallas_kernels.rope import rope
 from pallas_kernels.swiglu import swiglu

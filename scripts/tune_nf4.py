@@ -30,7 +30,7 @@ from pallas_kernels.bench import build
 from pallas_kernels.nf4_linear import NF4Weight, dequantize, mosaic_gpu
 from pallas_kernels.nf4_linear.cases import CASES, SHORT
 from pallas_kernels.nf4_linear.mosaic_gpu_fragments import DEPTH
-from pallas_kernels.nf4_linear.mosaic_gpu_turned import LEAST, suitable_turned
+from pallas_kernels.nf4_linear.mosaic_gpu_turned_tiles import LEAST, suitable_turned
 
 CHANGES: dict[str, dict[str, Any]] = {
     "turned": {},

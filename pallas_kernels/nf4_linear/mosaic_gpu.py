@@ -32,7 +32,8 @@ from pallas_kernels.nf4_linear.mosaic_gpu_decode import (
     loads_first,
 )
 from pallas_kernels.nf4_linear.mosaic_gpu_fragments import DEPTH
-from pallas_kernels.nf4_linear.mosaic_gpu_turned import WIDTH, TurnedTiles, multiply_turned, suitable_turned
+from pallas_kernels.nf4_linear.mosaic_gpu_turned import multiply_turned
+from pallas_kernels.nf4_linear.mosaic_gpu_turned_tiles import WIDTH, TurnedTiles, suitable_turned
 from pallas_kernels.nf4_linear.reference import NESTED_BLOCK
 
 WIDEST = 2048  # elements of a tile's row, which are 4 KiB of the result in one piece

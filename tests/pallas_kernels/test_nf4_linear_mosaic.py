@@ -21,7 +21,7 @@ from pallas_kernels.nf4_linear import NF4Weight, dequantize, explain, join, mosa
 from pallas_kernels.nf4_linear.cases import random_weight
 from pallas_kernels.nf4_linear.mosaic_gpu_join import copies, copy_with_edge, write_edge
 from pallas_kernels.nf4_linear.mosaic_gpu_shares import Shares
-from pallas_kernels.nf4_linear.mosaic_gpu_turned import TurnedTiles, suitable_turned
+from pallas_kernels.nf4_linear.mosaic_gpu_turned_tiles import TurnedTiles, suitable_turned
 
 
 def make_weight(shape: tuple[int, int], *, leading: tuple[int, ...] = (), double_quant: bool = True) -> NF4Weight:
