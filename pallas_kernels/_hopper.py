@@ -40,15 +40,7 @@ def filled(shape: tuple[int, ...], value):
 
 def by_assembly(ptx: str, x):
     """Each element of x, f32 in the layout of the tensor cores' results, by a block of PTX that makes $0 of $1."""
-    layout = plgpu.Layout.WGMMA
-
-    @plgpu.inline_mgpu(arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout))
-    def each(_, array):
-        registers = np.empty_like(array.registers)
-        registers.flat = [elementwise(ptx, register) for register in array.registers.flat]
-        return mgpu.FragmentedArray(_registers=registers, _layout=array.layout, _is_signed=None)
-
-    return each(x)
+    return _by_register(lambda register: elementwise(ptx, register), x, jnp.float32)
 
 
 def rounded(x, dtype):
@@ -56,12 +48,16 @@ def rounded(x, dtype):
 
     Where a rounded number is read in f32 again, LLVM rounds one by one, which takes four times as long.
     """
+    return _by_register(lambda register: packed(register, dtype), x, dtype)
+
+
+def _by_register(make, x, dtype):
     layout = plgpu.Layout.WGMMA
 
     @plgpu.inline_mgpu(arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct(x.shape, dtype, layout))
     def each(_, array):
         registers = np.empty_like(array.registers)
-        registers.flat = [packed(register, dtype) for register in array.registers.flat]
+        registers.flat = [make(register) for register in array.registers.flat]
         return mgpu.FragmentedArray(_registers=registers, _layout=array.layout, _is_signed=None)
 
     return each(x)
