@@ -7,12 +7,11 @@ import os
 import platform
 import shutil
 import subprocess
-import sys
 from collections.abc import Sequence
 
 import jax
 
-from gymjax.training.command import run
+from gymjax.training.command import run_process
 
 ENTRIES = {
     "train CONFIG.yaml": "fine-tune a model: LoRA, QLoRA, freeze or full",
@@ -91,4 +90,4 @@ def main(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run(main, lambda: USAGE, sys.argv[1:]))
+    run_process(main, lambda: USAGE)

@@ -10,7 +10,7 @@ from gymjax.config import Config, load
 from gymjax.generate import fitting, load_adapted
 from gymjax.inference import stream
 from gymjax.inference.prompts import Messages
-from gymjax.training.command import keys_text, run, split_arguments
+from gymjax.training.command import keys_text, run_process, split_arguments
 from gymjax.training.setup import ATTENTION
 
 HINT = "/clear forgets the conversation, /exit or end of input leaves"
@@ -117,4 +117,4 @@ def main(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run(main, usage, sys.argv[1:]))
+    run_process(main, usage)

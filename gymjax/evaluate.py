@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from gymjax.checkpoint.load import LoadedModel
 from gymjax.config import Config, ConfigError, check_writable, load
 from gymjax.data import DataReport, prepare
 from gymjax.generate import load_adapted
-from gymjax.training.command import keys_text, run, split_arguments
+from gymjax.training.command import keys_text, run_process, split_arguments
 from gymjax.training.evaluate import evaluate
 from gymjax.training.inputs import check_positions
 from gymjax.training.setup import ATTENTION
@@ -78,4 +77,4 @@ def main(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run(main, usage, sys.argv[1:]))
+    run_process(main, usage)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from gymjax.config import Config, ConfigError, check_unmixed, check_writable, lo
 from gymjax.dtypes import Policy
 from gymjax.models.decoder import Decoder
 from gymjax.models.names import linears
-from gymjax.training.command import flag, keys_text, run, split_arguments, take
+from gymjax.training.command import flag, keys_text, run_process, split_arguments, take
 from pallas_kernels.nf4_linear import NF4Weight, dequantize
 
 OWN = {
@@ -163,4 +162,4 @@ def main(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run(main, usage, sys.argv[1:]))
+    run_process(main, usage)

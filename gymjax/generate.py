@@ -15,7 +15,7 @@ from gymjax.config import Config, ConfigError, GenerateConfig, check_writable, l
 from gymjax.inference import Answer, generate
 from gymjax.inference.prompts import Prompt
 from gymjax.inference.questions import Question, read_questions
-from gymjax.training.command import flag, keys_text, run, split_arguments, take
+from gymjax.training.command import flag, keys_text, run_process, split_arguments, take
 from gymjax.training.compile import use_compile_cache
 from gymjax.training.setup import ATTENTION, load_model
 
@@ -160,4 +160,4 @@ def main(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run(main, usage, sys.argv[1:]))
+    run_process(main, usage)

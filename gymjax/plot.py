@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
-from gymjax.training.command import run
+from gymjax.training.command import run_process
 from gymjax.training.plotting import plot_losses, read_history
 
 USAGE = """
@@ -26,4 +25,4 @@ def main(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run(main, lambda: USAGE, sys.argv[1:]))
+    run_process(main, lambda: USAGE)

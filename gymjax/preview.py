@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,7 +14,7 @@ from gymjax.config import Config, ConfigError, load
 from gymjax.data import Loader, prepare
 from gymjax.data.errors import DataError
 from gymjax.data.loader import Dataset
-from gymjax.training.command import keys_text, run, split_arguments, take
+from gymjax.training.command import keys_text, run_process, split_arguments, take
 
 OWN = {
     "row": "which row, from 0 (default 0); with packing a row holds several documents",
@@ -115,4 +114,4 @@ def main(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run(main, usage, sys.argv[1:]))
+    run_process(main, usage)

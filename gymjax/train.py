@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 from gymjax.config import TrainConfig, load
-from gymjax.training.command import flag, keys_text, run, split_arguments, take
+from gymjax.training.command import flag, keys_text, run_process, split_arguments, take
 from gymjax.training.mesh import start_processes
 from gymjax.training.planning import show_plan
 from gymjax.training.train import train
@@ -60,4 +59,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run(main, usage, sys.argv[1:]))
+    run_process(main, usage)

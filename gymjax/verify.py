@@ -27,7 +27,7 @@ from gymjax.config import Config, ConfigError, load
 from gymjax.dtypes import policy
 from gymjax.export import adapter_folder, saved_dtype, unpack
 from gymjax.models.decoder import Decoder
-from gymjax.training.command import flag, keys_text, run, split_arguments, take
+from gymjax.training.command import flag, keys_text, run_process, split_arguments, take
 
 OWN = {
     "torch": "true (default): compare with transformers and PEFT too, in a Python of their own",
@@ -274,4 +274,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run(main, usage, sys.argv[1:]))
+    run_process(main, usage)

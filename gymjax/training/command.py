@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, NoReturn
 
 from gymjax.config.sections import SECTIONS
 from gymjax.config.source import ConfigError, read_overrides
@@ -78,6 +79,20 @@ def _default(value: Any) -> str:
     return "-" if value in (None, "", {}) else str(value)
 
 
+def run_process(main: Callable[[Sequence[str]], int | None], usage: Callable[[], str]) -> NoReturn:
+    """Runs an entry with this process' arguments, and ends the process with `run`'s status, or with 130 after Ctrl-C.
+
+    Then at once: XLA's threads may still be computing, and would abort a process that takes itself apart.
+    """
+    try:
+        sys.exit(run(main, usage, sys.argv[1:]))
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(_INTERRUPTED)
+
+
 def run(main: Callable[[Sequence[str]], int | None], usage: Callable[[], str], arguments: Sequence[str]) -> int:
     """Runs an entry as a command.
 
@@ -90,7 +105,7 @@ def run(main: Callable[[Sequence[str]], int | None], usage: Callable[[], str], a
         arguments: of the command line.
 
     Returns:
-        Exit status: main's; 2 after a mistake; 130 after Ctrl-C.
+        Exit status: main's; 2 after a mistake.
     """
     if any(argument in HELP for argument in arguments):
         print(usage().strip())
@@ -102,9 +117,6 @@ def run(main: Callable[[Sequence[str]], int | None], usage: Callable[[], str], a
             raise
         print(f"error: {error}", file=sys.stderr)
         return _BAD_USE
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return _INTERRUPTED
 
 
 def is_expected(error: Exception) -> bool:

@@ -3,6 +3,7 @@ import json
 import os
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -39,9 +40,25 @@ def test_mistakes_print_one_line_and_bugs_their_traceback(capsys):
         command.run(lambda arguments: json.loads("[1]") and int("x"), str, [])
     with pytest.raises(TypeError):
         command.run(raising(TypeError("bug")), str, [])
-    assert command.run(raising(KeyboardInterrupt()), str, []) == 130
     assert command.run(lambda arguments: 1, str, []) == 1
     assert command.run(lambda arguments: None, str, []) == 0
+
+
+def test_ctrl_c_ends_the_process_though_a_program_runs():
+    """XLA's threads abort a process that waits for none of them."""
+    lines = """
+        import jax
+        from gymjax.training.command import run_process
+
+        def main(arguments):
+            print("begun")
+            jax.jit(lambda x: jax.lax.while_loop(lambda x: x < 2e9, lambda x: x + 1, x))(0)
+            raise KeyboardInterrupt
+
+        run_process(main, str)
+    """
+    ended = subprocess.run([sys.executable, "-c", textwrap.dedent(lines)], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "begun\n", "interrupted\n")
 
 
 def test_a_file_is_only_an_error_of_ours_or_the_system(capsys):
