@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 import jax
@@ -201,11 +200,11 @@ def hf_tensors(model: Decoder, dtype: DTypeLike, *, keep_packed: bool = False) -
             for name, part in to_bitsandbytes(_row(value, weight.index), weight.name).items():
                 yield name, Tensor(part.shape, part.dtype, lambda part=part: part)
         else:
-            row = partial(_row, value, weight.index)
-            yield (
-                weight.name,
-                Tensor(weight.shape, dtype, lambda row=row, name=weight.name: rounded(row(), dtype, name)),
-            )
+
+            def read(value=value, weight=weight) -> np.ndarray:
+                return rounded(_row(value, weight.index), dtype, weight.name)
+
+            yield weight.name, Tensor(weight.shape, dtype, read)
 
 
 def _row(value: Any, index: Index) -> Any:
