@@ -58,12 +58,12 @@ VALUED: dict[str, dict[str, dict[str, str]]] = {
     "attn_implementation": {
         "flash_attention_2": {"flash_attn": "auto"},
         "flash_attention_3": {"flash_attn": "auto"},
+        "flex_attention": {"flash_attn": "auto"},
+        "xformers": {"flash_attn": "auto"},
         "sdpa": {"flash_attn": "auto"},
         "eager": {"flash_attn": "disabled"},
     },
     "shuffle_merged_datasets": {"true": {"disable_shuffling": "false"}, "false": {"disable_shuffling": "true"}},
-    "saves_per_epoch": {"0": {"save_strategy": "no"}, "1": {"save_strategy": "epoch"}},
-    "evals_per_epoch": {"0": {"eval_strategy": "no"}, "1": {"eval_strategy": "epoch"}},
     "use_tensorboard": {"true": {"report_to": "tensorboard"}, "false": {}},
     "auto_resume_from_checkpoints": {"true": {}, "false": {"resume_from_checkpoint": "false"}},
     "chat_template": {"tokenizer_default": {}},
@@ -78,6 +78,12 @@ SPELLINGS: dict[str, dict[str, str | None]] = {
         "adamw_torch_xla": "adamw",
         "adamw_apex_fused": "adamw",
         "adamw_bnb_8bit": "adamw_8bit",
+        "adamw_torch_8bit": "adamw_8bit",
+        "ao_adamw_8bit": "adamw_8bit",
+        "paged_adamw": "adamw",
+        "paged_adamw_32bit": "adamw",
+        "paged_adamw_8bit": "adamw_8bit",
+        "paged_lion_32bit": "lion",
         "lion_32bit": "lion",
     },
     "flash_attn": {"sdpa": "auto", "fa2": "auto", "fa3": "auto"},
@@ -90,11 +96,18 @@ SPELLINGS: dict[str, dict[str, str | None]] = {
     "lr_scheduler_type": {"cosine_warmup_with_min_lr": "cosine_with_min_lr"},
 }
 
+_UNPAGED = "the same update; the state stays on the devices, which the plan counts"
+
 # Printed once when the key, or the key with this value, is met.
 REMARKS: dict[tuple[str, str], str] = {
     ("flash_attn", "sdpa"): "flash_attn: sdpa means auto here; the fastest kernel that accepts the shapes runs",
     ("flash_attn", "fa2"): "flash_attn: fa2 means auto here; the fastest kernel that accepts the shapes runs",
     ("flash_attn", "fa3"): "flash_attn: fa3 means auto here; the fastest kernel that accepts the shapes runs",
+    **{
+        (key, f"paged_{name}"): f"{key}: paged_{name} is {name.replace('_32bit', '')} here: {_UNPAGED}"
+        for key in ("optim", "optimizer")
+        for name in ("adamw", "adamw_32bit", "adamw_8bit", "lion_32bit")
+    },
     ("neat_packing", "false"): "neat_packing: packed documents never see each other here, with it or without",
 }
 
@@ -112,6 +125,10 @@ def _dataset_path(where: str, row: Any) -> str:
     if not isinstance(row, Mapping) or not row.get("path"):
         raise ValueError(f"{where} must be a path or a mapping with a path, is {row!r}")
     for name, value in row.items():
+        if name == "message_property_mappings" and isinstance(value, Mapping) and set(value.items()) <= _USUAL_NAMES:
+            continue
+        if name == "split" and text(value) != "train":
+            raise ValueError(f"{where}.split: {text(value)} is known, not supported yet; limit rows by max_samples")
         allowed = _DATASET_KEYS.get(name, ())
         if value is not None and allowed is not None and text(value) not in allowed:
             raise ValueError(
@@ -121,10 +138,12 @@ def _dataset_path(where: str, row: Any) -> str:
     return str(row["path"])
 
 
+_USUAL_NAMES = {("role", "role"), ("content", "content"), ("role", "from"), ("content", "value")}
+
 # Keys of one dataset: the values that need nothing done; None = any.
 _DATASET_KEYS: dict[str, tuple[str, ...] | None] = {
     "path": None,
-    "type": ("chat_template", "alpaca", "sharegpt", "completion"),
+    "type": ("chat_template", "chat_template.default", "alpaca", "sharegpt", "completion"),
     "ds_type": None,
     "split": ("train",),
     "roles_to_train": ("assistant",),
@@ -151,6 +170,16 @@ def _warmup_steps(key: str, value: Any) -> dict[str, Any]:
     except ValueError:
         return {key: value}
     return {"warmup_ratio": number} if 0 < number < 1 else {key: value}
+
+
+def _per_epoch(key: str, value: Any, strategy: str) -> dict[str, Any]:
+    """Never, at each epoch's end, or so often an epoch."""
+    often = coerce(value, float)
+    if often < 0:
+        raise ValueError(f"{key} must be at least 0, is {text(value)}")
+    if often in (0, 1):
+        return {strategy: "epoch" if often else "no"}
+    return {strategy: "steps", key: often}
 
 
 def _special_tokens(key: str, value: Any) -> dict[str, Any]:
@@ -206,6 +235,8 @@ STRUCTURED: dict[str, Callable[[str, Any], dict[str, Any]]] = {
     "test_datasets": lambda key, value: _datasets(key, value, "eval_dataset"),
     "lr_scheduler_kwargs": _scheduler_kwargs,
     "warmup_steps": _warmup_steps,
+    "evals_per_epoch": lambda key, value: _per_epoch(key, value, "eval_strategy"),
+    "saves_per_epoch": lambda key, value: _per_epoch(key, value, "save_strategy"),
     "special_tokens": _special_tokens,
     "init_lora_weights": _init_lora_weights,
     "peft_init_lora_weights": _init_lora_weights,

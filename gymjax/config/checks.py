@@ -189,10 +189,17 @@ def _best_model(config: Config) -> Iterator[Problem]:
         message = "load_best_model_at_end: true needs save_strategy and eval_strategy to be the same"
         keys = ("load_best_model_at_end", "save_strategy", "eval_strategy")
         yield keys, f"{message}, they are {train.save_strategy} and {train.eval_strategy}"
-    elif train.save_strategy == "steps" and train.eval_steps and train.save_steps % train.eval_steps:
-        message = "load_best_model_at_end: true needs save_steps to be a multiple of eval_steps"
+    elif train.save_strategy == "steps" and not _saved_where_evaluated(train.save_steps, train.eval_steps):
+        message = "load_best_model_at_end: true needs save_steps to be a multiple of eval_steps, or the same share"
         keys = ("load_best_model_at_end", "save_steps", "eval_steps")
         yield keys, f"{message}, they are {train.save_steps} and {train.eval_steps}"
+
+
+def _saved_where_evaluated(saved: float, evaluated: float | None) -> bool:
+    """Of shares of the run, which become whole steps, only where they are the same."""
+    if not evaluated or saved == evaluated:
+        return True
+    return min(saved, evaluated) >= 1 and saved % evaluated == 0
 
 
 def _mesh(config: Config) -> Iterator[Problem]:

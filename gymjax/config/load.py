@@ -81,7 +81,8 @@ def _axolotl_default(entries: Sequence[Entry], translation: Translation) -> None
 
 def _resolve(values: dict[str, Any], notes: tuple[str, ...]) -> Config:
     """Fill the keys whose default depends on others."""
-    explicit = frozenset("min_lr_ratio" if key == "min_lr" else key for key in values)
+    meant = {"min_lr": "min_lr_ratio", "saves_per_epoch": "save_steps", "evals_per_epoch": "eval_steps"}
+    explicit = frozenset(meant.get(key, key) for key in values)
     defaults = Config()
     values.setdefault("lora_alpha", 2 * values.get("lora_rank", defaults.adapter.lora_rank))
     values.setdefault("packing", values.get("stage") == "pt")
@@ -89,6 +90,12 @@ def _resolve(values: dict[str, Any], notes: tuple[str, ...]) -> Config:
     if "min_lr" in values:
         floor = values.pop("min_lr") / values.get("learning_rate", defaults.optim.learning_rate)
         values["min_lr_ratio"] = floor
+    for often in ("saves_per_epoch", "evals_per_epoch"):
+        if often in values:
+            if meant[often] in values:
+                raise ConfigError(f"{often} and {meant[often]} both say how often; keep one")
+            epochs = values.get("num_train_epochs", defaults.train.num_train_epochs)
+            values[meant[often]] = 1 / max(values.pop(often) * epochs, 1 + 1e-9)  # below 1: a share, not a step
     _resolve_evaluation(values, defaults)
     sections = {
         section: kind(**{f.name: values[f.name] for f in fields(kind) if f.name in values})

@@ -9,6 +9,7 @@ from gymjax.config.sections import Config, flat
 
 _AT_LEAST_1 = ("at least 1", lambda v: v >= 1)
 _AT_LEAST_0 = ("at least 0", lambda v: v >= 0)
+_STEPS = ("a whole number of steps, or a share of the run below 1", lambda v: 0 < v < 1 or (v >= 1 and v == int(v)))
 _SEED = ("at least 0 and below 2^63", lambda v: 0 <= v < 2**63)
 _ABOVE_0 = ("above 0", lambda v: v > 0)
 _SHARE = ("at least 0 and below 1", lambda v: 0 <= v < 1)
@@ -40,10 +41,10 @@ RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "per_device_train_batch_size": _AT_LEAST_1,
     "per_device_eval_batch_size": _AT_LEAST_1,
     "gradient_accumulation_steps": _AT_LEAST_1,
-    "logging_steps": _AT_LEAST_1,
-    "save_steps": _AT_LEAST_1,
+    "logging_steps": _STEPS,
+    "save_steps": _STEPS,
     "save_total_limit": _AT_LEAST_1,
-    "eval_steps": _AT_LEAST_1,
+    "eval_steps": _STEPS,
     "early_stopping_steps": _AT_LEAST_1,
     "seed": _SEED,
     "data_seed": _SEED,

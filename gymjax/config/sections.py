@@ -121,13 +121,15 @@ class TrainConfig:
     per_device_train_batch_size: int = 8
     per_device_eval_batch_size: int = 8
     gradient_accumulation_steps: int = 1
-    logging_steps: int = 10  # ours: the Trainer's 500 hides the start of the curve
+    logging_steps: int | float = (
+        10  # below 1, as of the next two: a share of the run. ours: the Trainer's 500 hides the start of the curve
+    )
     save_strategy: When = "steps"
-    save_steps: int = 500
+    save_steps: int | float = 500
     save_total_limit: int | None = None
     save_only_model: bool = False
     eval_strategy: When | None = None  # load() fills it. ours: with evaluation data, as often as saving
-    eval_steps: int | None = None  # load() fills it. ours: save_steps (the Trainer: logging_steps)
+    eval_steps: int | float | None = None  # load() fills it. ours: save_steps (the Trainer: logging_steps)
     plot_loss: bool = False
     report_to: Literal["none", "tensorboard"] = "none"
     run_name: str | None = None

@@ -11,9 +11,12 @@ from gymjax.config.coerce import coerce, text
 from gymjax.config.sections import SECTIONS
 from gymjax.config.source import Entry
 
-# min_lr is no field: load() turns it into min_lr_ratio, once learning_rate is known.
+# Keys that are no fields: load() turns min_lr into min_lr_ratio, once learning_rate is known, and Axolotl's others into
+# shares of the run, once num_train_epochs is.
 TYPES: dict[str, Any] = {f.name: get_type_hints(kind)[f.name] for kind in SECTIONS.values() for f in fields(kind)} | {
-    "min_lr": float
+    "min_lr": float,
+    "evals_per_epoch": float,
+    "saves_per_epoch": float,
 }
 
 
@@ -79,6 +82,9 @@ def _add(native: str, value: Any, entry: Entry, result: Translation) -> None:
     except ValueError as error:
         raise ValueError(f"{entry.key} {error}") from None
     before = result.values.get(native)
+    if before is not None and native == "lora_target" and "lora_target_linear" in (before.written, entry.key):
+        typed = ("all",)  # Axolotl's: all linear layers beside those that are named
+        before = None
     if before is not None and before.value != typed and None not in (before.value, typed):
         what = f"{before.written} and {entry.key} both set {native}, to {text(before.value)} and {text(typed)}"
         raise ValueError(f"{what}; keep one")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import threading
 import time
 from pathlib import Path
@@ -69,11 +70,16 @@ class Progress:
         return cls(saved["total_tokens"], saved["total_flops"], best=Best(**saved["best"]))
 
 
-def due(when: str | None, every: int | None, step: int, steps_per_epoch: int, total: int) -> bool:
-    """Whether something is due after `step` updates: by "steps" or "epoch", and at the end; never by "no" or None."""
+def due(when: str | None, every: float | None, step: int, steps_per_epoch: int, total: int) -> bool:
+    """Whether something is due after `step` updates: by "steps" or "epoch", and at the end; never by "no" or None.
+
+    Of `every` below 1, a share of the run, as many steps as that is, at least: the Trainer's rule.
+    """
     if when in (None, "no"):
         return False
-    return step == total or step % (every if when == "steps" and every else steps_per_epoch) == 0
+    if when == "epoch" or not every:
+        every = steps_per_epoch
+    return step == total or step % (math.ceil(every * total) if every < 1 else every) == 0
 
 
 def stopped_early(train: TrainConfig, progress: Progress) -> bool:
@@ -128,7 +134,7 @@ def run_steps(
         if len(progress.pending) > AHEAD:
             jax.block_until_ready(progress.pending[-1 - AHEAD]["loss"])
         log.advance(done)
-        if done % train.logging_steps == 0 or done == total or done == 1:
+        if done == 1 or due("steps", train.logging_steps, done, run.loader.steps_per_epoch, total):
             _log(run, progress, log, done)
         paused_from = time.perf_counter()
         if evaluate is not None and due(train.eval_strategy, train.eval_steps, done, run.loader.steps_per_epoch, total):

@@ -84,7 +84,7 @@ CASES = [
     ),
     (
         {"load_best_model_at_end": True, "val_size": 0.1, "save_steps": 50, "eval_steps": 20},
-        "load_best_model_at_end: true needs save_steps to be a multiple of eval_steps, they are 50 and 20",
+        "needs save_steps to be a multiple of eval_steps, or the same share, they are 50 and 20",
     ),
     (
         {"warmup_ratio": 0.1, "warmup_steps": 10},

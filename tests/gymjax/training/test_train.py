@@ -302,3 +302,16 @@ def test_profile_covers_the_named_steps(configure):
 def test_devices_named_in_errors(configure):
     with pytest.raises(ValueError, match=rf"must be the number of devices, {jax.device_count()}; got 2 \* 2"):
         train(configure(dp_size=2, fsdp_size=2))
+
+
+def test_a_share_of_the_run_is_due_as_often_as_the_trainer_has_it():
+    def steps(every, total, when="steps"):
+        return [step for step in range(1, total + 1) if loop.due(when, every, step, 6, total)]
+
+    assert steps(0.25, 12) == [3, 6, 9, 12]
+    assert steps(0.3, 10) == [3, 6, 9, 10]
+    assert steps(0.001, 4) == [1, 2, 3, 4]  # at least a step
+    assert steps(1 - 1e-9, 10) == [10]
+    assert steps(5, 12) == [5, 10, 12]
+    assert steps(0.25, 12, "epoch") == [6, 12]
+    assert steps(0.25, 12, "no") == []
