@@ -167,7 +167,7 @@ def _evaluation(config: Config) -> Iterator[Problem]:
         yield ("eval_strategy",), f"eval_strategy: {train.eval_strategy} has nothing to evaluate on; {remedy}"
     if train.do_eval and not has_data:
         yield ("do_eval",), f"do_eval: true has nothing to evaluate on; {remedy}"
-    if train.do_eval is False and train.eval_strategy != "no":
+    if train.do_eval is False and has_data and train.eval_strategy != "no":
         message = f"do_eval: false and eval_strategy: {train.eval_strategy} contradict each other"
         yield ("do_eval", "eval_strategy"), f"{message}; keep one"
     if train.early_stopping_steps is not None and train.eval_strategy == "no":

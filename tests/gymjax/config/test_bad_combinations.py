@@ -129,3 +129,7 @@ def test_bad_combination(refusal, values, message):
 
 def test_bad_combinations_are_shown_together(refusal):
     assert len(refusal(bf16=True, fp16=True, do_eval=True, warmup_ratio=0.1, warmup_steps=1).splitlines()) == 3
+
+
+def test_evaluation_without_data_is_one_mistake(refusal):
+    assert refusal(eval_strategy="steps").count("\n") == 0
