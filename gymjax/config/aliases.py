@@ -96,6 +96,11 @@ SPELLINGS: dict[str, dict[str, str | None]] = {
     "lr_scheduler_type": {"cosine_warmup_with_min_lr": "cosine_with_min_lr"},
 }
 
+# Two names of one key that do not contradict each other -> the one that counts.
+TOGETHER: dict[frozenset[str], str] = {
+    frozenset(("lora_target_linear", "lora_target_modules")): "lora_target_linear",  # all linear layers beside those
+}
+
 _UNPAGED = "the same update; the state stays on the devices, which the plan counts"
 
 # Printed once when the key, or the key with this value, is met.
@@ -125,20 +130,20 @@ def _dataset_path(where: str, row: Any) -> str:
     if not isinstance(row, Mapping) or not row.get("path"):
         raise ValueError(f"{where} must be a path or a mapping with a path, is {row!r}")
     for name, value in row.items():
-        if name == "message_property_mappings" and isinstance(value, Mapping) and set(value.items()) <= _USUAL_NAMES:
-            continue
-        if name == "split" and text(value) != "train":
-            raise ValueError(f"{where}.split: {text(value)} is known, not supported yet; limit rows by max_samples")
         allowed = _DATASET_KEYS.get(name, ())
-        if value is not None and allowed is not None and text(value) not in allowed:
-            raise ValueError(
-                f"{where}.{name}: {text(value)} is known, not supported yet; the shape of the rows is read from their"
-                " columns (alpaca, sharegpt, messages, text); describe other columns in dataset_info.json"
-            )
+        written = (
+            ", ".join(f"{k}: {text(value[k])}" for k in sorted(value)) if isinstance(value, Mapping) else text(value)
+        )
+        if value is not None and allowed is not None and written not in allowed:
+            remedy = "limit rows by max_samples" if name == "split" else _DATASET_REMEDY
+            raise ValueError(f"{where}.{name}: {written} is known, not supported yet; {remedy}")
     return str(row["path"])
 
 
-_USUAL_NAMES = {("role", "role"), ("content", "content"), ("role", "from"), ("content", "value")}
+_DATASET_REMEDY = (
+    "the shape of the rows is read from their columns (alpaca, sharegpt, messages, text); describe other columns in"
+    " dataset_info.json"
+)
 
 # Keys of one dataset: the values that need nothing done; None = any.
 _DATASET_KEYS: dict[str, tuple[str, ...] | None] = {
@@ -149,6 +154,7 @@ _DATASET_KEYS: dict[str, tuple[str, ...] | None] = {
     "roles_to_train": ("assistant",),
     "train_on_eos": ("turn",),
     "field_messages": ("messages", "conversations"),
+    "message_property_mappings": ("content: content, role: role", "content: value, role: from"),
     "field": ("text",),
 }
 

@@ -28,9 +28,11 @@ ACCEPTED: dict[str, str] = {
     "quantize_moe_experts": "experts are packed like other weights",
     "sample_packing_eff_est": "rows are packed whole, in one pass",
     "total_num_tokens": "rows are packed whole, in one pass",
-    "max_packed_sequence_len": "packed rows are cutoff_len long",
     "tokenizer_use_fast": "tokenizers are always the fast ones",
-    "min_sample_len": "rows that train no token are dropped and listed",
+    "flash_attn_cross_entropy": _FUSED,
+    "flash_attn_rms_norm": _FUSED,
+    "flash_attn_fuse_mlp": _FUSED,
+    "flash_attn_fuse_qkv": _FUSED,
     "lora_mlp_kernel": _FUSED,
     "lora_qkv_kernel": _FUSED,
     "lora_o_kernel": _FUSED,
@@ -72,7 +74,7 @@ ACCEPTED: dict[str, str] = {
     "skip_special_tokens": "special tokens are never part of an answer's text",
     "save_strategy_on_each_node": "the first process writes",
 }
-ACCEPTED_PREFIXES: dict[str, str] = {"liger_": _FUSED, "cut_cross_entropy": _FUSED, "flash_attn_": _FUSED}
+ACCEPTED_PREFIXES: dict[str, str] = {"liger_": _FUSED, "cut_cross_entropy": _FUSED}
 
 _LATER_STAGE = "only stage: sft and pt run; remove it"
 _FSDP = "set fsdp_size (devices that share one copy of the weights) and dp_size"
@@ -89,6 +91,7 @@ _EVALUATE = "run python -m gymjax.evaluate or gymjax.generate afterwards"
 _TOKENS = "add tokens to the tokenizer and the model beforehand"
 _PROFILE = "profile the command with nsys"
 _HOSTS = "start the same command on each host, with JAX_COORDINATOR_ADDRESS"
+_PACKED = "use quantization_bit: 4, whose experts are packed too"
 _V1 = "LLaMA-Factory's v1 files are other; write its usual keys (model_name_or_path, dataset, lora_rank, ...)"
 
 # Known, not done: key -> what to do instead. Unset, false, zero-length values, or those in HARMLESS pass.
@@ -115,7 +118,8 @@ UNSUPPORTED: dict[str, str] = {
     "split_special_tokens": _TEMPLATE,
     "eot_tokens": _TEMPLATE,
     "resize_token_embeddings_to_32x": "the embedding stays as long as the model's",
-    "loss_watchdog_threshold": "a loss that is not finite stops the run; remove it",
+    "max_packed_sequence_len": "use cutoff_len",
+    "min_sample_len": "remove short rows beforehand; those that train no token are dropped and listed",
     "activation_offloading": "use gradient_checkpointing: offload",
     "pretraining_dataset": "use dataset with stage: pt",
     "push_dataset_to_hub": _NO_HUB,
@@ -212,7 +216,7 @@ UNSUPPORTED: dict[str, str] = {
     "sequence_parallel": _FSDP,
     "use_megatron_bridge": "remove it",
     "use_hyper_parallel": "remove it",
-    "use_kt": "use quantization_bit: 4, whose experts are packed too",
+    "use_kt": _PACKED,
     "use_ray": _HOSTS,
     "master_addr": _HOSTS,
     "master_port": _HOSTS,
@@ -254,7 +258,7 @@ UNSUPPORTED_PREFIXES: dict[str, str] = {
     "audio_": _TEXT_ONLY,
     "vllm_": _ENGINE,
     "sglang_": _ENGINE,
-    "kt_": "use quantization_bit: 4, whose experts are packed too",
+    "kt_": _PACKED,
     "swanlab_": _REPORT,
     "wandb_": _REPORT,
     "mlflow_": _REPORT,

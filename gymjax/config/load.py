@@ -10,6 +10,13 @@ from gymjax.config.sections import SECTIONS, Config, flat
 from gymjax.config.source import ConfigError, Entry, read_file, read_overrides
 from gymjax.config.translate import Given, Translation, located, translate
 
+# Keys that become another one, once what they refer to is known: key -> (that one, what both do).
+_MEANT = {
+    "min_lr": ("min_lr_ratio", "set the lowest learning rate"),
+    "saves_per_epoch": ("save_steps", "say how often"),
+    "evals_per_epoch": ("eval_steps", "say how often"),
+}
+
 
 def load(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
     """Read a YAML file and apply overrides, later ones winning.
@@ -51,11 +58,12 @@ def _build(base: Sequence[Entry], overrides: Sequence[Entry]) -> Config:
     given = {key: value for layer in layers for key, value in layer.values.items()}
     given = {key: value for key, value in given.items() if value.value is not None}
     wrong = [problem for layer in layers for problem in layer.problems]
-    if {"min_lr", "min_lr_ratio"} <= set(given):
-        wrong.append("min_lr and min_lr_ratio both set the lowest learning rate; keep one")
+    where = {key: value.where for key, value in given.items()}
+    for key, (native, what) in _MEANT.items():
+        if key in given and native in given:
+            wrong.append(_placed((key, native), f"{key} and {native} both {what}; keep one", where))
     _raise(wrong)
     notes = [note for layer in layers for note in layer.notes]
-    where = {key: value.where for key, value in given.items()}
     config = _resolve({key: value.value for key, value in given.items()}, tuple(dict.fromkeys(notes)))
     _raise([_placed(keys, message, where) for keys, message in problems(config)])
     return config
@@ -81,8 +89,7 @@ def _axolotl_default(entries: Sequence[Entry], translation: Translation) -> None
 
 def _resolve(values: dict[str, Any], notes: tuple[str, ...]) -> Config:
     """Fill the keys whose default depends on others."""
-    meant = {"min_lr": "min_lr_ratio", "saves_per_epoch": "save_steps", "evals_per_epoch": "eval_steps"}
-    explicit = frozenset(meant.get(key, key) for key in values)
+    explicit = frozenset(_MEANT[key][0] if key in _MEANT else key for key in values)
     defaults = Config()
     values.setdefault("lora_alpha", 2 * values.get("lora_rank", defaults.adapter.lora_rank))
     values.setdefault("packing", values.get("stage") == "pt")
@@ -92,10 +99,8 @@ def _resolve(values: dict[str, Any], notes: tuple[str, ...]) -> Config:
         values["min_lr_ratio"] = floor
     for often in ("saves_per_epoch", "evals_per_epoch"):
         if often in values:
-            if meant[often] in values:
-                raise ConfigError(f"{often} and {meant[often]} both say how often; keep one")
             epochs = values.get("num_train_epochs", defaults.train.num_train_epochs)
-            values[meant[often]] = 1 / max(values.pop(often) * epochs, 1 + 1e-9)  # below 1: a share, not a step
+            values[_MEANT[often][0]] = 1 / max(values.pop(often) * epochs, 1 + 1e-9)  # below 1: a share, not a step
     _resolve_evaluation(values, defaults)
     sections = {
         section: kind(**{f.name: values[f.name] for f in fields(kind) if f.name in values})

@@ -121,9 +121,8 @@ class TrainConfig:
     per_device_train_batch_size: int = 8
     per_device_eval_batch_size: int = 8
     gradient_accumulation_steps: int = 1
-    logging_steps: int | float = (
-        10  # below 1, as of the next two: a share of the run. ours: the Trainer's 500 hides the start of the curve
-    )
+    # Steps between two logs, saves or evaluations are a share of the run where they are below 1.
+    logging_steps: int | float = 10  # ours: the Trainer's 500 hides the start of the curve
     save_strategy: When = "steps"
     save_steps: int | float = 500
     save_total_limit: int | None = None

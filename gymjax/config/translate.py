@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, get_args, get_type_hints
 
 from gymjax.config import known
-from gymjax.config.aliases import REMARKS, RENAMED, SPELLINGS, STRUCTURED, VALUED
+from gymjax.config.aliases import REMARKS, RENAMED, SPELLINGS, STRUCTURED, TOGETHER, VALUED
 from gymjax.config.coerce import coerce, text
 from gymjax.config.sections import SECTIONS
 from gymjax.config.source import Entry
@@ -82,9 +82,11 @@ def _add(native: str, value: Any, entry: Entry, result: Translation) -> None:
     except ValueError as error:
         raise ValueError(f"{entry.key} {error}") from None
     before = result.values.get(native)
-    if before is not None and native == "lora_target" and "lora_target_linear" in (before.written, entry.key):
-        typed = ("all",)  # Axolotl's: all linear layers beside those that are named
-        before = None
+    counts = None if before is None else TOGETHER.get(frozenset((before.written, entry.key)))
+    if counts is not None:
+        if entry.key == counts:
+            result.values[native] = Given(typed, entry.key, entry.where)
+        return
     if before is not None and before.value != typed and None not in (before.value, typed):
         what = f"{before.written} and {entry.key} both set {native}, to {text(before.value)} and {text(typed)}"
         raise ValueError(f"{what}; keep one")

@@ -45,7 +45,7 @@ def refuses_shapes(width: int, vocabulary: int, dtype: Any) -> str | None:
     """Return why the kernel cannot multiply such hidden states with such a head, or None."""
     if dtype != jnp.bfloat16:
         return f"it needs bfloat16, and x is {dtype}"
-    if width % DEPTH or vocabulary % PART:
+    if width % DEPTH or vocabulary % DEPTH:
         return f"width and vocabulary must be multiples of {DEPTH}, and are {width} and {vocabulary}"
     return None
 

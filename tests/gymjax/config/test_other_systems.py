@@ -23,6 +23,8 @@ def test_axolotl_says_all_linear_layers_beside_some():
         named = {"lora_target_modules": ["q_proj", "v_proj"]} | keys
         for given in (named, dict(reversed(named.items()))):
             assert from_dict(given).adapter.lora_target == (("all",) if keys else ("q_proj", "v_proj"))
+    with pytest.raises(config.ConfigError, match="both set lora_target, to all and q_proj"):
+        from_dict({"lora_target_linear": True, "lora_target": "q_proj"})
 
 
 def test_paged_states_stay_on_the_device():
@@ -39,6 +41,16 @@ def test_axolotl_names_of_a_turn_s_fields():
         "message_property_mappings": {"role": "from", "content": "value"},
     }
     assert from_dict({"datasets": [sharegpt]}).data.dataset == ("rows.json",)
-    other = sharegpt | {"message_property_mappings": {"role": "who", "content": "what"}}
+    assert from_dict({"datasets": [sharegpt | {"split": None}]}).data.dataset == ("rows.json",)
+    other = sharegpt | {"message_property_mappings": {"role": ["who"], "content": "what"}}
     with pytest.raises(config.ConfigError, match=r"datasets\[0\].message_property_mappings"):
         from_dict({"datasets": [other]})
+
+
+@pytest.mark.parametrize(
+    "key", ["min_sample_len", "max_packed_sequence_len", "loss_watchdog_threshold", "flash_attn_x"]
+)
+def test_what_would_be_lost_is_refused(key):
+    with pytest.raises(config.ConfigError, match=key):
+        from_dict({key: 10})
+    assert key == "flash_attn_x" or from_dict({key: None})  # Axolotl's files list keys that they leave empty
