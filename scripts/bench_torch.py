@@ -126,10 +126,12 @@ def with_backward(forward, inputs):
 
 
 def milliseconds(call) -> float:
-    """Median time of a call."""
+    """Median time of a call, as `bench.median_seconds` takes it."""
     from triton.testing import do_bench
 
-    return do_bench(call, warmup=50, rep=200, return_mode="median")
+    from pallas_kernels.bench import SETTLED
+
+    return do_bench(call, warmup=int(1000 * SETTLED), rep=500, return_mode="median")
 
 
 def kernel_milliseconds(calls: list) -> float:
