@@ -2,6 +2,7 @@
 
 import statistics
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -13,7 +14,10 @@ from jax.profiler import ProfileData, ProfileEvent
 KERNELS_APART = {"xla_gpu_graph_min_graph_size": 1_000_000}
 """Compiler's options of a program whose kernels are told apart: those of a command buffer carry its name."""
 
-_CALLS = 20
+SETTLED = 1.0
+"""Seconds of calls after which a GPU's clock depends on them alone: by up to 5 % on what ran before."""
+
+_CALLS, _AGAIN = 20, 0.3  # timed; seconds of calls before them in the trace, as its start is a pause
 
 
 def traced_kernels(call: Callable[[], Any]) -> list[ProfileEvent]:
@@ -32,7 +36,7 @@ def traced_kernels(call: Callable[[], Any]) -> list[ProfileEvent]:
 
 
 def kernel_seconds(compiled: Callable[..., Any], *args: Any) -> float:
-    """Median durations of a call's kernels, added up: its time in a queue that the host keeps full.
+    """Median durations of a call's kernels, added up: its time in a queue that the host keeps full, of a settled GPU.
 
     Args:
         compiled: a program for the GPU, compiled with KERNELS_APART.
@@ -48,8 +52,14 @@ def kernel_seconds(compiled: Callable[..., Any], *args: Any) -> float:
         jax.block_until_ready(compiled(*args))
 
     calls(3)
-    kernels = traced_kernels(lambda: calls(_CALLS))
-    return added_medians(((kernel.name, kernel.duration_ns) for kernel in kernels), _CALLS) / 1e9
+    start, settling = time.perf_counter(), 0
+    while time.perf_counter() < start + SETTLED:
+        calls(_CALLS)
+        settling += _CALLS
+    untimed = int(settling * _AGAIN / SETTLED)
+    kernels = traced_kernels(lambda: calls(untimed + _CALLS))
+    timed = sorted(kernels, key=lambda kernel: kernel.start_ns)[len(kernels) * untimed // (untimed + _CALLS) :]
+    return added_medians(((kernel.name, kernel.duration_ns) for kernel in timed), _CALLS) / 1e9
 
 
 def added_medians(kernels: Iterable[tuple[str, float]], calls: int) -> float:

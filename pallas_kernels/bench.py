@@ -28,12 +28,11 @@ import numpy as np
 
 from pallas_kernels import OPS
 from pallas_kernels._case import Case, Peer
-from pallas_kernels._profile import KERNELS_APART, kernel_seconds
+from pallas_kernels._profile import KERNELS_APART, SETTLED, kernel_seconds
 
 _FILES = {"mosaic_gpu": "mosaic_gpu.py", "jax_triton": "jax_triton.py", "cudnn": "cudnn.py", "xla": "reference.py"}
 _ROOT = Path(__file__).parent
 _LESS_IS_BETTER = ("peak_gib",)
-SETTLED = 1.0  # seconds of calls after which a GPU's clock depends on them alone: by up to 5 % on what was before
 # Refuses, or out of memory; peers refuse with what they like. The others are timed all the same.
 _FAILURES = (NotImplementedError, ValueError, TypeError, AssertionError, ExceptionGroup, jax.errors.JaxRuntimeError)
 
@@ -321,7 +320,7 @@ def _normal(leaf: jax.Array) -> jax.Array:
 def median_seconds(compiled: Callable[..., Any], *args: Any) -> float:
     """Time batches of calls of at least 20 ms, after warming up; the median of ten batches, or of 2 s, per call.
 
-    A GPU has had SETTLED seconds of calls by then: what it did before decides how fast it is in the first of them.
+    A GPU has had SETTLED seconds of calls by then.
     """
     start = time.perf_counter()
     jax.block_until_ready(compiled(*args))

@@ -129,7 +129,7 @@ def milliseconds(call) -> float:
     """Median time of a call, as `bench.median_seconds` takes it."""
     from triton.testing import do_bench
 
-    from pallas_kernels.bench import SETTLED
+    from pallas_kernels._profile import SETTLED
 
     return do_bench(call, warmup=int(1000 * SETTLED), rep=500, return_mode="median")
 
