@@ -57,12 +57,13 @@ def check_exponentials(vocabulary: int, pair: bool) -> tuple[str, bool]:
 
 
 def check_loss(
-    vocabulary: int, frozen: bool, reduction: str, huge: bool = False, length: int = 301
+    vocabulary: int, frozen: bool, reduction: str, huge: bool = False, length: int = 301, chunk: int = 128
 ) -> tuple[str, bool]:
     """Loss and gradients with ignored tokens and ragged chunks, beside a dense bf16 head's.
 
     With `huge` one logit is out of the range of exponentials, so that the loss is computed again. A trained head's
-    codes of 602 tokens are kept, of 1202 they are not.
+    codes of 602 tokens are kept, of 1202 they are not. In chunks of 512 of these so many are multiplied at a time that
+    pairs of blocks do it.
     """
     keys = jax.random.split(jax.random.key(1), 3)
     x = jax.random.normal(keys[0], (2, length, 512), jnp.bfloat16)
@@ -73,7 +74,7 @@ def check_loss(
 
     def ours(x, head):
         options: dict[str, Any] = {
-            "chunk_tokens": 128,
+            "chunk_tokens": chunk,
             "frozen_head": frozen,
             "reduction": reduction,
             "implementation": "mosaic_gpu",
@@ -114,7 +115,12 @@ def check_loss(
 
 def main() -> int:
     """Runs every check and prints a line for each."""
-    checks: dict[str, Callable] = {}
+    checks: dict[str, Callable] = {
+        f"loss V32000 {'frozen' if frozen else 'trained'} sum, pairs": functools.partial(
+            check_loss, 32000, frozen, "sum", length=601, chunk=512
+        )
+        for frozen in (True, False)
+    }
     for frozen, reduction in ((True, "sum"), (True, "none"), (False, "sum"), (False, "none")):
         name = f"loss V32000 {'frozen' if frozen else 'trained'} {reduction}"
         checks[name] = functools.partial(check_loss, 32000, frozen, reduction)

@@ -127,14 +127,16 @@ def rotation() -> None:
 
 
 def loss() -> None:
-    """Exponentials and their codes, summed in groups or kept; tiles that reach beyond the vocabulary, and not."""
-    labels = jnp.asarray(np.random.default_rng(0).integers(0, 16384, (2, 100)), jnp.int32).at[0, :9].set(-100)
-    for vocabulary in (16384, 17280):
-        for width, frozen, reduction in ((64, True, "sum"), (64, False, "sum"), (128, False, "none")):
+    """Exponentials and their codes, summed in groups or kept; tiles that reach beyond the vocabulary; pairs of blocks."""
+    rng = np.random.default_rng(0)
+    ways = ((64, True, "sum"), (64, False, "sum"), (128, False, "none"))
+    for vocabulary, length in ((16384, 100), (17280, 100), (16384, 520)):
+        labels = jnp.asarray(rng.integers(0, 16384, (2, length)), jnp.int32).at[0, :9].set(-100)
+        for width, frozen, reduction in ways[: 3 if length == 100 else 2]:  # codes of few tokens only are kept
             options: Any = {"frozen_head": frozen, "reduction": reduction, "implementation": KERNELS}
             both_ways(
-                lambda x, w, o=options: linear_cross_entropy(x, w, labels, **o),
-                normal(2, 100, width),
+                lambda x, w, o=options, labels=labels: linear_cross_entropy(x, w, labels, **o),
+                normal(2, length, width),
                 normal(vocabulary, width),
             )
 
