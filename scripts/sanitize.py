@@ -127,15 +127,15 @@ def rotation() -> None:
 
 
 def loss() -> None:
-    """Exponentials and their codes, summed in groups or kept; tiles that reach beyond the vocabulary; pairs of blocks."""
+    """Exponentials and their codes, summed or kept; tiles that reach beyond the vocabulary; pairs of blocks."""
     rng = np.random.default_rng(0)
     ways = ((64, True, "sum"), (64, False, "sum"), (128, False, "none"))
     for vocabulary, length in ((16384, 100), (17280, 100), (16384, 520)):
         labels = jnp.asarray(rng.integers(0, 16384, (2, length)), jnp.int32).at[0, :9].set(-100)
         for width, frozen, reduction in ways[: 3 if length == 100 else 2]:  # codes of few tokens only are kept
-            options: Any = {"frozen_head": frozen, "reduction": reduction, "implementation": KERNELS}
+            options: Any = {"frozen_head": frozen, "reduction": reduction, "chunk_tokens": 1024}
             both_ways(
-                lambda x, w, o=options, labels=labels: linear_cross_entropy(x, w, labels, **o),
+                lambda x, w, o=options, y=labels: linear_cross_entropy(x, w, y, implementation=KERNELS, **o),
                 normal(2, length, width),
                 normal(vocabulary, width),
             )
