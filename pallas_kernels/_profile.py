@@ -18,6 +18,10 @@ SETTLED = 1.0
 """Seconds of calls after which a GPU's clock depends on them alone: by up to 5 % on what ran before."""
 
 _CALLS, _AGAIN = 20, 0.3  # timed; seconds of calls before them in the trace, as its start is a pause
+_CACHE, _COPIES = (
+    2**28,
+    16,
+)  # bytes of several calls' arguments, of which no GPU's cache holds a call's until it returns
 
 
 def traced_kernels(call: Callable[[], Any]) -> list[ProfileEvent]:
@@ -38,6 +42,8 @@ def traced_kernels(call: Callable[[], Any]) -> list[ProfileEvent]:
 def kernel_seconds(compiled: Callable[..., Any], *args: Any) -> float:
     """Median durations of a call's kernels, added up: its time in a queue that the host keeps full, of a settled GPU.
 
+    Calls take turns at copies of small arguments, which so come from memory, as the weights of a layer after others do.
+
     Args:
         compiled: a program for the GPU, compiled with KERNELS_APART.
         args: its arguments.
@@ -45,11 +51,13 @@ def kernel_seconds(compiled: Callable[..., Any], *args: Any) -> float:
     Raises:
         RuntimeError: the profiler saw no kernel.
     """
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(args) if isinstance(leaf, jax.Array))
+    turns = [args, *(_copied(args) for _ in range(1, min(_COPIES, -(-_CACHE // max(size, 1)))))]
 
     def calls(number: int) -> None:
-        for _ in range(number - 1):
-            compiled(*args)  # its result is dropped, so that the next one has its memory, as in a loop over steps
-        jax.block_until_ready(compiled(*args))
+        for i in range(number - 1):
+            compiled(*turns[i % len(turns)])  # its result is dropped, so that the next one has its memory, as in a loop
+        jax.block_until_ready(compiled(*turns[-1]))
 
     calls(3)
     start, settling = time.perf_counter(), 0
@@ -60,6 +68,10 @@ def kernel_seconds(compiled: Callable[..., Any], *args: Any) -> float:
     kernels = traced_kernels(lambda: calls(untimed + _CALLS))
     timed = sorted(kernels, key=lambda kernel: kernel.start_ns)[len(kernels) * untimed // (untimed + _CALLS) :]
     return added_medians(((kernel.name, kernel.duration_ns) for kernel in timed), _CALLS) / 1e9
+
+
+def _copied(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, jax.Array) else leaf, tree)
 
 
 def added_medians(kernels: Iterable[tuple[str, float]], calls: int) -> float:

@@ -6,13 +6,15 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import pallas_kernels
-from pallas_kernels import _dispatch, _platform, bench
+from pallas_kernels import _dispatch, _platform, _profile, bench
 from pallas_kernels._profile import added_medians
 
 ROOT = Path(pallas_kernels.__file__).parent
@@ -137,3 +139,20 @@ def test_a_calls_kernels_take_their_medians() -> None:
     assert added_medians(three_calls, 3) == 2 * 3.0 + 5.0
     with pytest.raises(RuntimeError, match="saw no kernel"):
         added_medians([], 3)
+
+
+def test_a_settled_gpu_is_timed_on_arguments_from_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for the profiler, whose kernels take longer the later they begin."""
+    seen: list[int] = []
+
+    def traced(call):
+        before = len(seen)
+        call()
+        return [SimpleNamespace(name="kernel", start_ns=i, duration_ns=i) for i in reversed(range(len(seen) - before))]
+
+    monkeypatch.setattr(_profile, "traced_kernels", traced)
+    monkeypatch.setattr(_profile, "SETTLED", 0.01)
+    x = jnp.zeros(2**24)  # 64 MiB, so that four are more than the cache
+    seconds = _profile.kernel_seconds(lambda y: seen.append(y.unsafe_buffer_pointer()), x)
+    assert len(set(seen)) == 4
+    assert seconds > 20 * 1e-9  # the last 20 calls of more than 40
