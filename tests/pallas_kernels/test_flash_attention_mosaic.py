@@ -224,6 +224,7 @@ def test_the_kernels_of_the_gpu_lower(softcap, width, forward, deterministic, mo
 
 def test_ranges_hold_every_visible_tile_and_clear_ones_are_clear():
     rng = np.random.default_rng(0)
+    of_queries, of_keys = jax.jit(key_tiles, static_argnums=(2, 3)), jax.jit(query_tiles, static_argnums=(2, 3, 4))
     for _ in range(40):
         tokens, causal = int(rng.choice([64, 128, 192])), bool(rng.integers(2))
         window = int(rng.integers(1, tokens)) if causal and rng.integers(2) else None
@@ -240,8 +241,8 @@ def test_ranges_hold_every_visible_tile_and_clear_ones_are_clear():
         for block_q, block_kv in ((16, 32), (32, 16)):
             tiles = mask.reshape(tokens // block_q, block_q, tokens // block_kv, block_kv)
             for ranges, some, every in (
-                (key_tiles(lo, hi, block_q, block_kv), tiles.any((1, 3)), tiles.all((1, 3))),
-                (query_tiles(lo, hi, tokens, block_q, block_kv), tiles.any((1, 3)).T, tiles.all((1, 3)).T),
+                (of_queries(lo, hi, block_q, block_kv), tiles.any((1, 3)), tiles.all((1, 3))),
+                (of_keys(lo, hi, tokens, block_q, block_kv), tiles.any((1, 3)).T, tiles.all((1, 3)).T),
             ):
                 for (begin, clear_begin, clear_end, end), seen, clear in zip(
                     np.asarray(ranges[0]), some, every, strict=True

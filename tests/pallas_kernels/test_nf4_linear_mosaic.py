@@ -249,8 +249,8 @@ def test_shares_are_even_and_know_where_a_step_is() -> None:
         assert shares.tiles == tiles
         assert shares.cut == any(start % steps for start in starts)
         own = np.repeat(np.arange(shares.pieces), lengths)
-        np.testing.assert_array_equal([shares.piece_of(step) for step in range(items * steps)], own)
-        np.testing.assert_array_equal([shares.start(jnp.int32(piece)) for piece in range(shares.pieces + 1)], starts)
+        np.testing.assert_array_equal(jax.vmap(shares.piece_of)(jnp.arange(items * steps)), own)
+        np.testing.assert_array_equal(jax.vmap(shares.start)(jnp.arange(shares.pieces + 1)), starts)
 
 
 @pytest.mark.usefixtures("hopper")
