@@ -280,9 +280,11 @@ def _low_products(
 
 def _join_up(w: Array | NF4Weight, one: Adapter | None, wide: Array, kernels: Kernels) -> Float[Array, "O I+"]:
     """[w, b] as wide as the joined input, with b in its columns of it and zeros in the other layers'."""
-    columns = jnp.zeros((w.shape[0], wide.shape[-1] - w.shape[1]), wide.dtype)
-    if one is not None:
-        columns = columns.at[:, one.columns].set(one.b.astype(wide.dtype))
+    behind = wide.shape[-1] - w.shape[1]
+    if one is None:
+        columns = jnp.zeros((w.shape[0], behind), wide.dtype)
+    else:
+        columns = jnp.pad(one.b.astype(wide.dtype), ((0, 0), (one.columns.start, behind - one.columns.stop)))
     return join(w, columns, 1, implementation=kernels.weights)
 
 
