@@ -38,7 +38,8 @@ def evaluate_config(config: Config, loaded: LoadedModel | None = None) -> tuple[
         raise ConfigError("nothing to evaluate on: give eval_dataset, or val_size to hold out a part of dataset")
     loaded = loaded or load_adapted(config)
     data = dataclasses.replace(config.data, dataset=()) if config.data.eval_dataset else config.data
-    prepared = prepare(data, loaded.tokenizer, stage=config.train.stage, seed=config.train.seed)
+    train, hub_cache = config.train, config.model.cache_dir
+    prepared = prepare(data, loaded.tokenizer, stage=train.stage, seed=train.seed, hub_cache=hub_cache)
     if prepared.eval is None:
         raise ConfigError("no row is left to evaluate on; see the rows dropped in the data report")
     check_positions(loaded.model.cfg, dataclasses.replace(prepared, train=None))

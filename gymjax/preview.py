@@ -37,7 +37,8 @@ def preview_config(config: Config, split: str = "train") -> tuple[Loader, object
         ConfigError: no such split.
     """
     tokenizer = load_tokenizer(locate(config.model.model_name_or_path, config.model.cache_dir))
-    prepared = prepare(config.data, tokenizer, stage=config.train.stage, seed=config.train.seed)
+    train, hub_cache = config.train, config.model.cache_dir
+    prepared = prepare(config.data, tokenizer, stage=train.stage, seed=train.seed, hub_cache=hub_cache)
     splits: dict[str, Dataset | None] = {"train": prepared.train, "eval": prepared.eval}
     dataset = splits.get(split)
     if dataset is None:

@@ -8,9 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import numpy as np
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from gymjax.checkpoint.adapter_base import own_base
@@ -21,6 +19,7 @@ from gymjax.checkpoint.peft import load_adapter, open_adapter
 from gymjax.checkpoint.weights import Place, Split, blank_decoder, load_decoder
 from gymjax.config.sections import ModelConfig
 from gymjax.dtypes import Policy
+from gymjax.hub import download
 from gymjax.models import decoder_config
 from gymjax.models.decoder import Decoder
 from gymjax.models.decoder_config import DecoderConfig
@@ -220,7 +219,7 @@ def locate(name: str, cache_dir: str | None = None) -> Path:
         raise ValueError(f"{path} is neither a folder nor a .gguf file; give the folder that holds config.json")
     if path.suffix == ".gguf" or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         raise FileNotFoundError(f"model_name_or_path: {name} does not exist here and is no hub id (owner/name)")
-    return _download(name, cache_dir)
+    return download("model_name_or_path", name, _HUB_FILES, ignore=_HUB_DUPLICATES, cache_dir=cache_dir)
 
 
 def open_model(path: Path) -> HFFolder | GGUFFile:
@@ -288,21 +287,3 @@ def _only_gguf(folder: Path, name: str) -> Path:
     if len(files) > 1:
         raise ValueError(f"{folder} holds {len(files)} .gguf files; name one: {', '.join(file.name for file in files)}")
     return files[0]
-
-
-def _download(name: str, cache_dir: str | None) -> Path:
-    try:
-        folder = huggingface_hub.snapshot_download(
-            name, cache_dir=cache_dir, allow_patterns=list(_HUB_FILES), ignore_patterns=list(_HUB_DUPLICATES)
-        )
-    except (LocalEntryNotFoundError, OfflineModeIsEnabled, ConnectionError) as error:
-        raise FileNotFoundError(
-            f"model_name_or_path: {name} is not a folder here, not in the hub cache, and the hub cannot be reached "
-            f"({type(error).__name__}). Give a local folder, or run once with network access"
-        ) from error
-    except (HfHubHTTPError, HFValidationError) as error:
-        raise FileNotFoundError(
-            f"model_name_or_path: the hub refuses {name} ({error}). Check the spelling; "
-            "for a gated model, accept its terms and run `hf auth login`"
-        ) from error
-    return Path(folder)

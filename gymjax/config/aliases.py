@@ -1,6 +1,7 @@
 """Other systems' names for our keys: Axolotl's, TRL's and spellings of values. Every mapping is in a literal dict."""
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from gymjax.config.coerce import coerce, text
@@ -118,44 +119,72 @@ REMARKS: dict[tuple[str, str], str] = {
 
 
 def _datasets(key: str, value: Any, target: str) -> dict[str, Any]:
-    """Axolotl's `[{path: ..., type: ...}]`: the paths are kept, the shape of the rows is read from their columns."""
+    """Axolotl's `[{path: ..., type: ...}]`: what is read, written behind the path; columns tell the shape of rows."""
     rows = parse_flow(value) if isinstance(value, str) and value.lstrip().startswith("[") else value
     rows = rows if isinstance(rows, list) else [rows]
-    return {target: [_dataset_path(f"{key}[{i}]", row) for i, row in enumerate(rows)]}
+    return {target: [name for i, row in enumerate(rows) for name in _dataset_names(f"{key}[{i}]", row)]}
 
 
-def _dataset_path(where: str, row: Any) -> str:
+def _dataset_names(where: str, row: Any) -> list[str]:
+    """One name, or one for each subset where `name` lists several."""
     if isinstance(row, str):
-        return row
+        return [row]
     if not isinstance(row, Mapping) or not row.get("path"):
         raise ValueError(f"{where} must be a path or a mapping with a path, is {row!r}")
+    path = str(row["path"])
+    options: list[list[str]] = [[]]
     for name, value in row.items():
+        said = name == "ds_type" and Path(path).suffix.startswith(f".{value}")
+        if value is None or name == "path" or said:
+            continue
+        if name in _DATASET_OPTIONS:
+            choices = _dataset_option(where, name, value)
+            options = [[*before, *choice] for before in options for choice in choices]
+            continue
         allowed = _DATASET_KEYS.get(name, ())
         written = (
             ", ".join(f"{k}: {text(value[k])}" for k in sorted(value)) if isinstance(value, Mapping) else text(value)
         )
-        if value is not None and allowed is not None and written not in allowed:
-            remedy = "limit rows by max_samples" if name == "split" else _DATASET_REMEDY
-            raise ValueError(f"{where}.{name}: {written} is known, not supported yet; {remedy}")
-    return str(row["path"])
+        if written not in allowed:
+            raise ValueError(f"{where}.{name}: {written} is known, not supported yet; {_DATASET_REMEDY}")
+    return [f"{path}?{'&'.join(chosen)}" if chosen else path for chosen in options]
 
+
+def _dataset_option(where: str, name: str, value: Any) -> list[list[str]]:
+    values = value if isinstance(value, list) else [value]
+    several = name in ("name", "data_files")
+    if not values or not all(isinstance(v, str) and v and "&" not in v for v in values) or len(values) > 1 > several:
+        raise ValueError(f"{where}.{name} must be one text{' or a list of them' if several else ''}, is {value!r}")
+    if values[0] in _DATASET_DEFAULTS.get(name, ()):
+        return [[]]
+    written = [f"{_DATASET_OPTIONS[name]}={v}" for v in values]
+    return [[one] for one in written] if name == "name" else [written]
+
+
+# What is read of a dataset: Axolotl's name -> the option behind "?" in our dataset key, see data/sources.py.
+_DATASET_OPTIONS = {
+    "name": "subset",
+    "split": "split",
+    "data_files": "data_files",
+    "revision": "revision",
+    "ds_type": "ds_type",
+}
+_DATASET_DEFAULTS = {"revision": ("main",)}
 
 _DATASET_REMEDY = (
     "the shape of the rows is read from their columns (alpaca, sharegpt, messages, text); describe other columns in"
     " dataset_info.json"
 )
 
-# Keys of one dataset: the values that need nothing done; None = any.
-_DATASET_KEYS: dict[str, tuple[str, ...] | None] = {
-    "path": None,
+# Other keys of one dataset: the values that need nothing done.
+_DATASET_KEYS: dict[str, tuple[str, ...]] = {
     "type": ("chat_template", "chat_template.default", "alpaca", "sharegpt", "completion"),
-    "ds_type": None,
-    "split": ("train",),
     "roles_to_train": ("assistant",),
     "train_on_eos": ("turn",),
     "field_messages": ("messages", "conversations"),
     "message_property_mappings": ("content: content, role: role", "content: value, role: from"),
     "field": ("text",),
+    "trust_remote_code": ("true", "false"),  # a repository's scripts are never run
 }
 
 

@@ -7,6 +7,7 @@ _READ_IN_MEMORY = "rows are tokenized once and cached"
 # Accepted without effect: key -> why nothing needs doing. Each becomes one line of Config.notes.
 ACCEPTED: dict[str, str] = {
     "trust_remote_code": "code from a model's repository is never run",
+    "hf_use_auth_token": "the login of `hf auth login` is always used",
     "preprocessing_num_workers": _READ_IN_MEMORY,
     "preprocessing_batch_size": _READ_IN_MEMORY,
     "dataset_processes": _READ_IN_MEMORY,
@@ -121,7 +122,7 @@ UNSUPPORTED: dict[str, str] = {
     "max_packed_sequence_len": "use cutoff_len",
     "min_sample_len": "remove short rows beforehand; those that train no token are dropped and listed",
     "activation_offloading": "use gradient_checkpointing: offload",
-    "pretraining_dataset": "use dataset with stage: pt",
+    "pretraining_dataset": "use dataset (a path or hub id) with stage: pt",
     "push_dataset_to_hub": _NO_HUB,
     "cosine_constant_lr_ratio": "use lr_scheduler_type: cosine_with_min_lr with min_lr_ratio",
     "tokenizer_use_mistral_common": "give a folder with tokenizer.json",

@@ -20,7 +20,7 @@ def check_trainable(config: Config) -> None:
         ConfigError: no dataset, do_train: false, or another start for an adapter that has one.
     """
     if not config.data.dataset:
-        raise ConfigError("dataset must be given: a name in dataset_info.json, a file or a folder")
+        raise ConfigError("dataset must be given: a name in dataset_info.json, a file, a folder or a hub id")
     if not config.train.do_train:
         raise ConfigError("do_train: false, but gymjax.train always trains; to evaluate run python -m gymjax.evaluate")
     for key in ("pissa_init", "loftq_init"):

@@ -47,7 +47,7 @@ class ModelConfig:
 class DataConfig:
     """What is read, how it becomes tokens, and which tokens are trained."""
 
-    dataset: tuple[str, ...] = ()  # names in dataset_dir/dataset_info.json, files or folders
+    dataset: tuple[str, ...] = ()  # names in dataset_dir/dataset_info.json, files, folders or hub ids
     dataset_dir: str = "data"
     eval_dataset: tuple[str, ...] = ()
     template: str | None = None  # None = the tokenizer's own chat template

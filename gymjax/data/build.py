@@ -13,7 +13,7 @@ from gymjax.data.conversation import Conversation, Dropped, RawText
 from gymjax.data.errors import DataError
 from gymjax.data.formats import convert, formatting_of
 from gymjax.data.loader import Dataset, dataset_of
-from gymjax.data.mix import mix, parse_probs, repeat, sample, split
+from gymjax.data.mix import mix, parse_probs, part, repeat, sample, split
 from gymjax.data.read import Row, read_rows
 from gymjax.data.report import DataReport, SplitReport
 from gymjax.data.sources import Source
@@ -65,11 +65,14 @@ def build(
 def _items(source: Source, config: "DataConfig", stage: str, seed: int) -> list[Item]:
     """Read one source: its rows within max_samples and num_samples, as conversations, texts or drops."""
     rows = _rows(source, stage)
+    if source.part is not None:
+        rows = iter(part(list(rows), *source.part))
     if source.num_samples is None:
         rows = islice(rows, config.max_samples)
     chosen = sample(list(rows), source.num_samples, config.max_samples, seed)
     if not chosen:
-        raise DataError(f"dataset {source.name}: its files ({', '.join(map(str, source.files))}) hold no rows")
+        of = "" if source.part is None else f" within [{':'.join(bound or '' for bound in source.part)}]"
+        raise DataError(f"dataset {source.name}: its files ({', '.join(map(str, source.files))}) hold no rows{of}")
     items = [convert(row, source, formatting=formatting) for row, formatting in chosen]
     turns = next((item for item in items if isinstance(item, Conversation)), None)
     if stage == "pt" and turns is not None:

@@ -19,6 +19,22 @@ def sample[T](rows: list[T], num_samples: int | None, max_samples: int | None, s
     return rows[:max_samples] if max_samples is not None else rows
 
 
+def part[T](rows: list[T], begin: str | None, end: str | None) -> list[T]:
+    """Return rows[begin:end]; a bound that ends in % is that share of the rows, rounded to whole rows.
+
+    Bounds below 0 count from the end, and those beyond the rows stop there, as slices of Python do.
+    """
+    return rows[_bound(begin, len(rows), 0) : _bound(end, len(rows), len(rows))]
+
+
+def _bound(written: str | None, total: int, default: int) -> int:
+    if not written:
+        return default
+    size = written.lstrip("-").replace("_", "")
+    count = round(int(size[:-1]) * total / 100) if size.endswith("%") else int(size)
+    return max(total - count, 0) if written.startswith("-") else count
+
+
 def repeat[T](rows: list[T], count: int) -> list[T]:
     """Return count rows, the given ones over and over; count below their number returns them all."""
     return (rows * -(-count // len(rows)))[:count] if rows and count > len(rows) else rows

@@ -44,7 +44,13 @@ class Prepared:
 
 
 def prepare(
-    data_config: DataConfig, tokenizer: Any, *, stage: str = "sft", seed: int = 0, cache_dir: str | Path | None = None
+    data_config: DataConfig,
+    tokenizer: Any,
+    *,
+    stage: str = "sft",
+    seed: int = 0,
+    cache_dir: str | Path | None = None,
+    hub_cache: str | None = None,
 ) -> Prepared:
     """Read, split, mix, render and tokenize the data of a run.
 
@@ -54,13 +60,16 @@ def prepare(
         stage: "sft" (turns, prompt and completion, text) or "pt" (text only, long documents in several pieces).
         seed: of sampling, splitting and mixing.
         cache_dir: where tokenized data is kept; None keeps nothing.
+        hub_cache: where downloads from the hub go; None for huggingface_hub's own place.
 
     Raises:
         DataError: something in the data or its description must change; says what and where.
     """
     _check_settings(data_config, tokenizer, stage)
-    sources = resolve(data_config.dataset, data_config.dataset_dir) if data_config.dataset else []
-    held_out = resolve(data_config.eval_dataset, data_config.dataset_dir) if data_config.eval_dataset else []
+    sources, held_out = (
+        resolve(names, data_config.dataset_dir, key=key, hub_cache=hub_cache) if names else []
+        for key, names in (("dataset", data_config.dataset), ("eval_dataset", data_config.eval_dataset))
+    )
     encoder, notes = _encoder(data_config, tokenizer, stage)
     packing = stage == "pt" if data_config.packing is None else data_config.packing
     text = encoder.template.text if encoder.template else None
@@ -91,7 +100,7 @@ def _check_settings(config: DataConfig, tokenizer: Any, stage: str) -> None:
     if stage not in STAGES:
         raise DataError(f"stage must be one of {', '.join(STAGES)} for now, found {stage!r}")
     if not config.dataset and not config.eval_dataset:
-        raise DataError("dataset is not set; give a path, a folder or a name of dataset_info.json")
+        raise DataError("dataset is not set; give a path, a folder, a name of dataset_info.json or a hub id")
     if config.eval_dataset and config.val_size:
         raise DataError(f"eval_dataset is set, so val_size must be 0, found {config.val_size:g}; remove one of them")
     if config.val_size < 0 or (config.val_size > 1 and config.val_size != int(config.val_size)):
@@ -122,7 +131,9 @@ def _cache_key(
         **{name: getattr(config, name) for name in KEYED},
         "stage": stage,
         "template": encoder.template.text if encoder.template else None,
-        "described": [[s.formatting, s.columns, s.tags, s.num_samples, [str(f) for f in s.files]] for s in every],
+        "described": [
+            [s.formatting, s.columns, s.tags, s.num_samples, s.part, [str(f) for f in s.files]] for s in every
+        ],
         "held_out": len(held_out),
         "seed": seed if drawn else None,
     }

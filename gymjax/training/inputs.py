@@ -53,7 +53,7 @@ def open_inputs(config: Config) -> Inputs:
         stored_dtype(base.hf_config)  # a whole model is saved in this
     prepared = prepare_data(config, base.tokenizer)
     if prepared.train is None:
-        raise ValueError("dataset must be given: a name in dataset_info.json, a file or a folder")
+        raise ValueError("dataset must be given: a name in dataset_info.json, a file, a folder or a hub id")
     check_positions(base.cfg, prepared)
     loader = Loader(
         prepared.train,
@@ -98,7 +98,14 @@ def precision_of(config: Config) -> Precision:
 def prepare_data(config: Config, tokenizer) -> Prepared:
     """Tokenized data of a config; kept in tokenized_path, by default in ~/.cache/gymjax/tokenized."""
     cache = config.data.tokenized_path or Path.home() / ".cache" / "gymjax" / "tokenized"
-    return prepare(config.data, tokenizer, stage=config.train.stage, seed=config.train.seed, cache_dir=cache)
+    return prepare(
+        config.data,
+        tokenizer,
+        stage=config.train.stage,
+        seed=config.train.seed,
+        cache_dir=cache,
+        hub_cache=config.model.cache_dir,
+    )
 
 
 def check_experts(config: Config, cfg: DecoderConfig) -> None:

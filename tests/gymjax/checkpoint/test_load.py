@@ -82,7 +82,10 @@ def test_bad_names(tmp_path):
 
 def test_bad_hub_id_without_network(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(FileNotFoundError, match=r"no-one/no-model is not a folder here.*hub cannot be reached"):
+    with pytest.raises(
+        FileNotFoundError,
+        match=r"no-one/no-model is not here.*hub cannot be reached.*`hf download no-one/no-model --cache-dir",
+    ):
         locate("no-one/no-model", str(tmp_path))
 
 

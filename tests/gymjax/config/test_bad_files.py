@@ -134,7 +134,7 @@ def test_new_output_dir_is_good(make, tmp_path):
 
 
 def test_bad_training_without_a_dataset(make):
-    with pytest.raises(config.ConfigError, match=r"dataset must be given: a name in dataset_info\.json, a file or"):
+    with pytest.raises(config.ConfigError, match=r"dataset must be given: a name in dataset_info\.json, a file, a"):
         config.check_trainable(make())
 
 

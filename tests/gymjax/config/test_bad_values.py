@@ -42,7 +42,11 @@ CASES = [
     ({"adapter": "ia3"}, "adapter must be one of lora, qlora, is 'ia3'; or set finetuning_type, quantization_bit"),
     ({"saves_per_epoch": -1}, "saves_per_epoch must be at least 0, is -1"),
     ({"saves_per_epoch": 4, "save_steps": 10}, "saves_per_epoch and save_steps both say how often; keep one"),
-    ({"datasets": [{"path": "a", "split": "train[:5%]"}]}, "split: train[:5%] is known, not supported yet; limit rows"),
+    (
+        {"datasets": [{"path": "a", "split": ["train", "test"]}]},
+        "datasets[0].split must be one text, is ['train', 'test']",
+    ),
+    ({"datasets": [{"path": "a", "data_files": {"train": "b"}}]}, "datasets[0].data_files must be one text or a list"),
     ({"load_in_4bit": "4"}, "load_in_4bit must be one of true, false, is '4'; or set quantization_bit"),
     # ranges
     ({"seed": 2**63}, "seed must be at least 0 and below 2^63, is 9223372036854775808"),

@@ -47,6 +47,25 @@ def test_axolotl_names_of_a_turn_s_fields():
         from_dict({"datasets": [other]})
 
 
+def test_axolotl_says_what_is_read_of_a_dataset():
+    hub = {"path": "o/n", "type": "alpaca", "trust_remote_code": False}
+    for keys, expected in (
+        ({"split": "train[:20%]"}, ("o/n?split=train[:20%]",)),
+        ({"name": "main", "split": "test", "revision": "main"}, ("o/n?subset=main&split=test",)),
+        ({"name": ["a", "b"], "split": "test"}, ("o/n?subset=a&split=test", "o/n?subset=b&split=test")),
+        (
+            {"data_files": ["a.json", "b,c.json"], "revision": "v1"},
+            ("o/n?data_files=a.json&data_files=b,c.json&revision=v1",),
+        ),
+        ({"ds_type": "parquet"}, ("o/n?ds_type=parquet",)),
+        ({"path": "rows.jsonl", "ds_type": "json"}, ("rows.jsonl",)),
+    ):
+        given = from_dict({"datasets": [hub | keys]})
+        assert given.data.dataset == expected
+        written = config.to_yaml(given)
+        assert f"dataset: [{', '.join(expected)}]" in written.replace('"', "")
+
+
 @pytest.mark.parametrize(
     "key", ["min_sample_len", "max_packed_sequence_len", "loss_watchdog_threshold", "flash_attn_x"]
 )

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from gymjax.data.errors import DataError
-from gymjax.data.mix import mix, parse_probs, repeat, sample, split
+from gymjax.data.mix import mix, parse_probs, part, repeat, sample, split
 
 A, B = [f"a{i}" for i in range(10)], [f"b{i}" for i in range(4)]
 
@@ -14,6 +14,25 @@ def test_sample_draws_by_seed_in_file_order():
     assert drawn == sample(A, 5, None, 0) != sample(A, 5, None, 1)
     assert sample(A, 5, 2, 0) == drawn[:2]
     assert sample(A, 99, None, 0) == A
+
+
+@pytest.mark.parametrize(
+    ("begin", "end", "expected"),
+    [
+        (None, "20%", A[:2]),
+        (None, "25%", A[:2]),  # 2.5 rows, rounded to even
+        ("95%", None, []),
+        ("-20%", None, A[8:]),
+        ("-4%", None, []),  # 0.4 rows: none, not all
+        ("3", "5", A[3:5]),
+        (None, "-1", A[:9]),
+        ("-99", "1_0", A),
+        (None, "0", []),
+        (None, None, A),
+    ],
+)
+def test_part(begin, end, expected):
+    assert part(A, begin, end) == expected
 
 
 def test_repeat():

@@ -46,23 +46,16 @@ def test_folder_key_leads_to_the_file(write, info, tmp_path):
 
 def test_bad_name_suggests_and_names_the_file(info):
     folder = info("identity", {"file_name": "identity.jsonl"})
-    message = r'"identiti" is neither .* nor a name in .*dataset_info\.json\. Did you mean "identity"\?'
+    message = r'"identiti" is neither .* in .*dataset_info\.json, nor a hub id .*\. Did you mean "identity"\?'
     with pytest.raises(DataError, match=message):
         resolve("identiti", folder)
 
 
 def test_bad_name_without_info_file(tmp_path, write):
     write("train.jsonl", ROW)
-    message = r'dataset_info\.json \(which does not exist\)\. Did you mean "train\.jsonl"\? .*set dataset_dir'
+    message = r'\(which does not exist\), nor a hub id .*\. Did you mean "train\.jsonl"\? .*set dataset_dir'
     with pytest.raises(DataError, match=message):
         resolve("train.json", tmp_path)
-
-
-def test_bad_hub_source_says_how_to_download(info):
-    folder = info("alpaca", {"hf_hub_url": "tatsu-lab/alpaca"})
-    message = "local files only for now; run `hf download --repo-type dataset tatsu-lab/alpaca --local-dir data/alpaca`"
-    with pytest.raises(DataError, match=message):
-        resolve("alpaca", folder)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +63,7 @@ def test_bad_hub_source_says_how_to_download(info):
     [
         ("x.jsonl", "must be an object such as"),
         ({}, "needs file_name"),
-        ({"ms_hub_url": "x"}, "ms_hub_url is not read, local files only"),
+        ({"ms_hub_url": "x"}, "ms_hub_url is not read; set hf_hub_url"),
         ({"file_nam": "x"}, r'unknown key "file_nam"\. Did you mean "file_name"\?'),
         ({"file_name": "gone.jsonl"}, r"gone\.jsonl does not exist;.*correct file_name"),
         (
