@@ -1,5 +1,6 @@
 """Download from the Hugging Face hub: models and datasets come the same way, with the same messages."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -14,6 +15,9 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+"""How a repository is named: owner/name."""
 
 
 def download(

@@ -18,10 +18,8 @@ SETTLED = 1.0
 """Seconds of calls after which a GPU's clock depends on them alone: by up to 5 % on what ran before."""
 
 _CALLS, _AGAIN = 20, 0.3  # timed; seconds of calls before them in the trace, as its start is a pause
-_CACHE, _COPIES = (
-    2**28,
-    16,
-)  # bytes of several calls' arguments, of which no GPU's cache holds a call's until it returns
+_CACHE = 2**28  # bytes of several calls' arguments, of which no GPU's cache holds a call's until its turn comes again
+_COPIES = 16  # of a call's arguments, at most
 
 
 def traced_kernels(call: Callable[[], Any]) -> list[ProfileEvent]:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import importlib.util
-import re
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,7 +18,7 @@ from gymjax.checkpoint.peft import load_adapter, open_adapter
 from gymjax.checkpoint.weights import Place, Split, blank_decoder, load_decoder
 from gymjax.config.sections import ModelConfig
 from gymjax.dtypes import Policy
-from gymjax.hub import download
+from gymjax.hub import HUB_ID, download
 from gymjax.models import decoder_config
 from gymjax.models.decoder import Decoder
 from gymjax.models.decoder_config import DecoderConfig
@@ -217,7 +216,7 @@ def locate(name: str, cache_dir: str | None = None) -> Path:
         return _only_gguf(path, name) if ggufs and not (path / "config.json").exists() else path
     if path.exists():
         raise ValueError(f"{path} is neither a folder nor a .gguf file; give the folder that holds config.json")
-    if path.suffix == ".gguf" or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+    if path.suffix == ".gguf" or not HUB_ID.fullmatch(name):
         raise FileNotFoundError(f"model_name_or_path: {name} does not exist here and is no hub id (owner/name)")
     return download("model_name_or_path", name, _HUB_FILES, ignore=_HUB_DUPLICATES, cache_dir=cache_dir)
 

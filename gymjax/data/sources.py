@@ -11,6 +11,7 @@ from gymjax.data.errors import DataError, did_you_mean
 from gymjax.data.hub import Choice, hub_files
 from gymjax.data.read import READERS
 from gymjax.data.splits import is_data, match, one_type
+from gymjax.hub import HUB_ID
 
 INFO_FILE = "dataset_info.json"
 HUB_KEYS = ("hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name")
@@ -26,7 +27,6 @@ COLUMNS = (
 HELD_OUT = ("test", "valid", "eval", "dev")
 TEXT_OPTIONS = ("subset", "split", "folder", "ds_type", "revision")
 OPTIONS = (*TEXT_OPTIONS, "data_files")  # what follows a path or hub id and "?"
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 SPLIT = re.compile(r"([\w.]+)(?:\[(-?\d[\d_]*%?)?:(-?\d[\d_]*%?)?\])?")
 TAGS = ("role_tag", "content_tag", "user_tag", "assistant_tag", "observation_tag", "function_tag", "system_tag")
 
