@@ -138,9 +138,16 @@ def check_nf4() -> bool:
 def check_lora() -> bool:
     """Adapted layers of one input, with ranks and widths that the kernel takes and some that it does not."""
     good = True
-    for width, outs, ranks in ((1024, (2048, 512), (16, 8)), (4096, (14336,), (64,)), (14336, (4096,), (16,))):
+    for rows, width, outs, ranks in (
+        (2944, 1024, (2048, 512), (16, 8)),
+        (2944, 4096, (14336,), (64,)),
+        (8192, 14336, (4096,), (16,)),
+        (3001, 2048, (1024, 512), (48, 40)),  # a second part of low products, which the second layer begins before
+        (70000, 512, (640, 256, 256), (64, 8, 40)),  # more tiles of rows than blocks
+        (4096, 4096, (4096, 1024, 1024), (64, 64, 16)),  # more than a product's kernel makes
+    ):
         keys = iter(jax.random.split(jax.random.key(width), 9))
-        x = jax.random.normal(next(keys), (3000 // 64 * 64, width), jnp.bfloat16)
+        x = jax.random.normal(next(keys), (rows, width), jnp.bfloat16)
         ws = [jax.random.normal(next(keys), (out, width), jnp.bfloat16) * width**-0.5 for out in outs]
         factors = []
         for out, rank in zip(outs, ranks, strict=True):
@@ -158,7 +165,8 @@ def check_lora() -> bool:
 
         cotangent = jax.random.normal(next(keys), (x.shape[0], sum(outs)), jnp.bfloat16)
         names = ("out", "dx", *(f"d{name}{i}" for i in range(len(outs)) for name in "ab"))
-        good &= compare(f"lora_linears {width} -> {outs}, R {ranks}", adapted, dense, (x, *factors), cotangent, names)
+        name = f"lora_linears {rows} x {width} -> {outs}, R {ranks}"
+        good &= compare(name, adapted, dense, (x, *factors), cotangent, names)
     return good
 
 

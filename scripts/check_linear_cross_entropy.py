@@ -22,7 +22,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from pallas_kernels.grouped_matmul.mosaic_gpu_tiles import Tiles as ProductTiles
+from pallas_kernels._tiles import Tiles as ProductTiles
 from pallas_kernels.linear_cross_entropy import linear_cross_entropy
 from pallas_kernels.linear_cross_entropy.mosaic_gpu_exponentials import exponentials
 

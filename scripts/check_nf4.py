@@ -3,7 +3,7 @@
 Usage: python scripts/check_nf4.py [NAME ...] [--out FILE]     (of CHECKS, default all; exit status 1 where one fails)
 
 Dequantization must give the bits of plain jnp on the CPU: all codes, scales of all sizes, shapes of Llama-3.1-8B and
-70B, stacked layers, a result with room for an adapter, a copy of it with one, more than 2^31 elements. Products that
+70B, stacked layers, a result with an adapter's columns behind it, more than 2^31 elements. Products that
 decode the weight inside, and add an adapter's, may be off by 1.5 times what the dense bf16 product is, against XLA's
 product in float64, and must give the same bits twice.
 """
@@ -57,18 +57,16 @@ def on_cpu(w: NF4Weight, dtype: str) -> np.ndarray:
 
 
 def check_bits(shape: tuple[int, int], dtype: str, leading: tuple[int, ...], double: bool) -> tuple[str, bool]:
-    """The dequantized weight, alone and with room below and beside it, bit for bit."""
+    """The dequantized weight, alone and with other columns behind it, bit for bit."""
     w = random_packed(shape, leading, double=double)
     want = on_cpu(w, dtype).view(np.uint16)
     got = jax.jit(lambda w: dequantize(w, dtype, implementation="mosaic_gpu"))(w)
     wrong = int((np.asarray(got).view(np.uint16) != want).sum())
     if not leading:
-        for axis, more in ((0, jnp.ones((16, shape[1]), dtype)), (1, jnp.ones((shape[0], 32), dtype))):
-            joined = jax.jit(lambda w, more, axis=axis: join(w, more, axis, implementation="mosaic_gpu"))(w, more)
-            expected = np.concatenate([want, np.asarray(more).view(np.uint16)], axis)
-            wrong += int((np.asarray(joined).view(np.uint16) != expected).sum())
-            copied = jax.jit(lambda w, more, axis=axis: join(w, more, axis))(got, more)
-            wrong += int((np.asarray(copied).view(np.uint16) != expected).sum())
+        more = jnp.ones((shape[0], 32), dtype)
+        joined = jax.jit(lambda w, more: join(w, more, implementation="mosaic_gpu"))(w, more)
+        expected = np.concatenate([want, np.asarray(more).view(np.uint16)], 1)
+        wrong += int((np.asarray(joined).view(np.uint16) != expected).sum())
     form = f"{leading} " if leading else ""
     kind = "" if double else ", f32 scales"
     return f"bits {form}{shape} {dtype}{kind}: {wrong} differ", wrong == 0

@@ -28,15 +28,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from offline_h200 import mosaic_environment, tools
 
+from pallas_kernels._tiles import Tiles
 from pallas_kernels.flash_attention import mosaic_gpu
 from pallas_kernels.grouped_matmul import mosaic_gpu as grouped
-from pallas_kernels.grouped_matmul.mosaic_gpu_tiles import Tiles
 from pallas_kernels.linear_cross_entropy.mosaic_gpu_codes import gradients
 from pallas_kernels.linear_cross_entropy.mosaic_gpu_exponentials import exponentials
 from pallas_kernels.lora_linear import mosaic_gpu as narrow
+from pallas_kernels.lora_linear.mosaic_gpu_product import adapted_product, adapted_product_and_low
 from pallas_kernels.nf4_linear import mosaic_gpu as nf4
 from pallas_kernels.nf4_linear.cases import random_weight
-from pallas_kernels.nf4_linear.mosaic_gpu_join import copy_with_edge
 from pallas_kernels.nf4_linear.mosaic_gpu_turned_tiles import TurnedTiles
 from pallas_kernels.rms_norm import mosaic_gpu as norm
 from pallas_kernels.rope import mosaic_gpu as rope
@@ -198,6 +198,17 @@ def narrow_kernels():
         yield [f"narrow-N{width}-R{rank}"], both, (x, factor, low), 0
 
 
+def adapted_kernels():
+    """Likewise of products with an adapter's in them: its low product made there, given, and both transposed."""
+    x, w, up, low, down, dy = (
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+        for shape in ((8192, 4096), (14336, 4096), (14336, 64), (8192, 128), (128, 4096), (8192, 14336))
+    )
+    yield ["adapted-and-low"], adapted_product_and_low, (x, w, up, down), 0
+    yield ["adapted-forward"], adapted_product, (x, w, up, low), 0
+    yield ["adapted-dx"], functools.partial(adapted_product, transpose=True), (dy, w, down, low), 0
+
+
 def nf4_kernels():
     """Likewise of the kernels that decode weights of Llama-3.1-8B."""
     for shape in ((14336, 4096), (4096, 14336)):
@@ -211,8 +222,6 @@ def nf4_kernels():
             TurnedTiles(unit=None, parts=4, pair=False),
             TurnedTiles(rows=128, stages=8, unit=None, parts=4, pair=False),
         )
-        dense, edge = (jax.ShapeDtypeStruct(size, jnp.bfloat16) for size in (shape, (shape[0], 64)))
-        yield [f"join-{name}"], functools.partial(copy_with_edge, axis=1), (dense, edge), 0
         for transpose, tiles in itertools.product((False, True), sizes):
             x = jax.ShapeDtypeStruct((512, shape[0] if transpose else shape[1]), jnp.bfloat16)
 
@@ -279,7 +288,8 @@ def loss_kernels():
 def main(wanted: list[str]) -> None:
     """Prints the report of every kernel of every case."""
     for cases, function, args, skip in itertools.chain(
-        *(attention_kernels(), grouped_kernels(), gated_kernels(), narrow_kernels(), nf4_kernels(), norm_kernels()),
+        *(attention_kernels(), grouped_kernels(), gated_kernels(), narrow_kernels(), adapted_kernels()),
+        *(nf4_kernels(), norm_kernels()),
         *(gate_kernels(), rope_kernels(), loss_kernels()),
     ):
         if wanted and not any(case.startswith(name) for case in cases for name in wanted):

@@ -25,13 +25,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tune_forms import seconds_of_forms
 
+from pallas_kernels._tiles import HALF, Tiles
 from pallas_kernels.bench import build
 from pallas_kernels.grouped_matmul.cases import CASES
 from pallas_kernels.grouped_matmul.mosaic_gpu_gated import gated_gradients, gated_rows
 from pallas_kernels.grouped_matmul.mosaic_gpu_rows import group_rows
-from pallas_kernels.grouped_matmul.mosaic_gpu_tiles import Tiles
 from pallas_kernels.grouped_matmul.mosaic_gpu_weights import group_weights
-from pallas_kernels.grouped_matmul.mosaic_gpu_work import HALF
 
 DEFAULT = (
     "M65536-E64-F1024-D2048",

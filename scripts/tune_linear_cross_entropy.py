@@ -24,8 +24,8 @@ import jax
 import jax.numpy as jnp
 from profile_step import profiled
 
+from pallas_kernels._tiles import Tiles
 from pallas_kernels.bench import median_seconds
-from pallas_kernels.grouped_matmul import mosaic_gpu_tiles as product
 from pallas_kernels.linear_cross_entropy import linear_cross_entropy
 from pallas_kernels.linear_cross_entropy.cases import PEERS
 from pallas_kernels.linear_cross_entropy.mosaic_gpu import refuses
@@ -48,7 +48,7 @@ FORMS = {  # implementation, chunk, group; all logits at once last, as it is the
         ("xla", 512, 1024),
     ),
 }
-ALONE = {"": product.Tiles(), ", band 8": product.Tiles(band=8), ", band 4": product.Tiles(band=4)}
+ALONE = {"": Tiles(), ", band 8": Tiles(band=8), ", band 4": Tiles(band=4)}
 PAIRS = {f", pair{name}": dataclasses.replace(tiles, pair=True) for name, tiles in ALONE.items()}
 
 
@@ -67,7 +67,7 @@ def product_alone(x: jax.Array, head: jax.Array, multiply: Callable[..., Any]) -
     return f"{1e6 * seconds:8.1f} us  {2 * len(x) * head.size / seconds / 1e12:6.1f} TFLOP/s"
 
 
-def products(rows: int, head: jax.Array, forms: dict[str, product.Tiles]) -> None:
+def products(rows: int, head: jax.Array, forms: dict[str, Tiles]) -> None:
     """Prints how long the kernel of the head's product takes with so many hidden states, in each form."""
     x = jax.random.normal(jax.random.key(2), (rows, head.shape[1]), head.dtype)
     labels, reference = jnp.arange(rows, dtype=jnp.int32), jnp.full(rows, 4, jnp.float32)

@@ -12,12 +12,12 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import _platform
 from pallas_kernels._hopper import WARPGROUPS, padded, run_once
+from pallas_kernels._tiles import DEPTH, HALF, Tiles
 from pallas_kernels.grouped_matmul import mosaic_gpu_narrow
 from pallas_kernels.grouped_matmul.mosaic_gpu_gated import gated_gradients, gated_rows
 from pallas_kernels.grouped_matmul.mosaic_gpu_rows import group_rows
-from pallas_kernels.grouped_matmul.mosaic_gpu_tiles import DEPTH, Tiles
 from pallas_kernels.grouped_matmul.mosaic_gpu_weights import ALIGNED, group_weights
-from pallas_kernels.grouped_matmul.mosaic_gpu_work import HALF, places_of_rows
+from pallas_kernels.grouped_matmul.mosaic_gpu_work import places_of_rows
 
 SHARED = 196_608  # bytes of shared memory for slots; the rest holds results on their way out, and barriers
 COLUMNS = (256, 192, 128, 64)

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels._hopper import WARPGROUPS, by_assembly, number, rounded
+from pallas_kernels._tiles import DEPTH, HALF, Tiles, send, stores_behind
 from pallas_kernels.grouped_matmul.mosaic_gpu_schedule import check, run
-from pallas_kernels.grouped_matmul.mosaic_gpu_tiles import DEPTH, Tiles, send, stores_behind
-from pallas_kernels.grouped_matmul.mosaic_gpu_work import HALF, row_items
+from pallas_kernels.grouped_matmul.mosaic_gpu_work import row_items
 
 PART = 64  # columns that are gated at a time
 COPIES = 2  # of weights a slot, so that there are as many as of gate and up

@@ -9,8 +9,8 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 
+from pallas_kernels._tiles import DEPTH, Tiles, store_rows
 from pallas_kernels.grouped_matmul.mosaic_gpu_schedule import check, run
-from pallas_kernels.grouped_matmul.mosaic_gpu_tiles import DEPTH, Tiles, store_rows
 from pallas_kernels.grouped_matmul.mosaic_gpu_work import row_items
 
 

@@ -17,15 +17,16 @@ from jax import lax
 
 from pallas_kernels import _platform
 from pallas_kernels._hopper import WARPGROUPS, drain, launch, swizzled
-from pallas_kernels.grouped_matmul.mosaic_gpu_tiles import (
+from pallas_kernels._tiles import (
     DEPTH,
+    HALF,
     Tiles,
     free_slots,
     multiply_slots,
     shape,
     store_buffers,
 )
-from pallas_kernels.grouped_matmul.mosaic_gpu_work import COLUMN, COUNT, FIRST, GROUP, HALF, STORED
+from pallas_kernels.grouped_matmul.mosaic_gpu_work import COLUMN, COUNT, FIRST, GROUP, STORED
 
 
 class Place(NamedTuple):

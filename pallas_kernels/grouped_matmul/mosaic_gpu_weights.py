@@ -16,8 +16,10 @@ from jax.experimental.mosaic.gpu.fragmented_array import Tiling
 
 from pallas_kernels import _platform
 from pallas_kernels._hopper import WARPGROUPS, drain, launch, swizzled
-from pallas_kernels.grouped_matmul.mosaic_gpu_tiles import (
+from pallas_kernels._tiles import (
     DEPTH,
+    HALF,
+    ROWS,
     Tiles,
     free_slots,
     parts_of,
@@ -25,8 +27,9 @@ from pallas_kernels.grouped_matmul.mosaic_gpu_tiles import (
     store_buffers,
     store_part,
     store_rows,
+    walk,
 )
-from pallas_kernels.grouped_matmul.mosaic_gpu_work import HALF, ROWS, starts_of, walk
+from pallas_kernels.grouped_matmul.mosaic_gpu_work import starts_of
 
 ALIGNED = 8  # rows of a shared-memory tile
 

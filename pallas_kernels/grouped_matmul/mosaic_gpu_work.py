@@ -1,25 +1,11 @@
-"""Which tiles of a grouped product there are, in the order in which they are multiplied.
-
-The tiles of a group are walked in bands of BAND tiles along the rows, down each column of a band: what the
-multiprocessors read at a time is then about square and stays in the L2 cache, and the weights are read once.
-"""
+"""Which tiles of a grouped product there are, in the order in which they are multiplied: group by group, see _tiles."""
 
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Int
 
-BAND = 16
-HALF = 64  # rows of a tile that one warpgroup owns
-ROWS = 2 * HALF
+from pallas_kernels._tiles import BAND, HALF, ROWS, walk
+
 GROUP, COLUMN, FIRST, STORED, COUNT = 0, 1, 2, 4, 6  # columns of row_items' table; FIRST and STORED: one a half
-
-
-def walk(index, rows, columns, band=BAND):
-    """The place (row, column) of the `index`-th of rows * columns tiles; int32 arrays or numbers of one shape."""
-    above = lax.div(index, band * columns) * band
-    height = jnp.minimum(rows - above, band)
-    within = index - above * columns
-    return above + lax.rem(within, height), lax.div(within, height)
 
 
 def row_items(sizes: Int[Array, " E"], rows: int, columns: int, band: int = BAND) -> Int[Array, "items 8"]:

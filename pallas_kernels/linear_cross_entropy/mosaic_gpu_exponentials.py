@@ -22,16 +22,18 @@ from jaxtyping import Array, BFloat16, Float, Int, Shaped
 
 from pallas_kernels import _platform
 from pallas_kernels._hopper import WARPGROUPS, drain, launch, padded, swizzled
-from pallas_kernels.grouped_matmul.mosaic_gpu_tiles import (
+from pallas_kernels._tiles import (
     DEPTH,
+    HALF,
+    ROWS,
     Tiles,
     free_slots,
     multiply_slots,
     shape,
     store_buffers,
     store_rows,
+    walk,
 )
-from pallas_kernels.grouped_matmul.mosaic_gpu_work import HALF, ROWS, walk
 from pallas_kernels.linear_cross_entropy.mosaic_gpu_codes import ONE, STEPS, code
 
 LOG2E = math.log2(math.e)

@@ -103,16 +103,17 @@ def lora_linears(
 def room(x: Float[Array, "*B I"], layers: Sequence[Projection], *, implementation: Implementation | None = None) -> int:
     """Return how many columns behind x `lora_linears` has a use for; 0 where it does better without.
 
-    Who makes x by a kernel should leave them there (`rms_norm(room=)`), which saves a copy of x.
+    Who makes x by a kernel should leave them there (`rms_norm(room=)`): products with packed weights, which are
+    unpacked with room for b anyway, are then cuBLAS' with the adapters' inside.
 
     Args:
         x: as in `lora_linears`; only its shape and dtype count.
         layers: likewise.
         implementation: likewise.
     """
-    if _choose(x, layers, implementation) == "xla":  # which writes x and zeros behind it in one operation
+    if _choose(x, layers, implementation) == "xla":
         return 0
-    return reference.room(x, layers, mosaic_gpu.KERNELS.weights, ready=True) if mosaic_gpu.puts_last(x) else 0
+    return reference.room(x, layers, mosaic_gpu.KERNELS.weights) if mosaic_gpu.puts_last(x) else 0
 
 
 def explain(ws: Sequence[Array | NF4Weight] = (), rows: int = 8192) -> str:

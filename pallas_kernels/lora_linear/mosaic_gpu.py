@@ -22,7 +22,9 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import _platform, nf4_linear
 from pallas_kernels._hopper import WARPGROUPS, add_product, drain, filled, launch, store_through, swizzled
+from pallas_kernels.lora_linear import mosaic_gpu_product as wide
 from pallas_kernels.lora_linear import reference
+from pallas_kernels.lora_linear.mosaic_gpu_product import refuses as refuses_product
 from pallas_kernels.nf4_linear import NF4Weight
 from pallas_kernels.nf4_linear.mosaic_gpu_join import write_edge
 
@@ -73,7 +75,7 @@ def narrow_products(
     *,
     width: int | None = None,
     rank_first: bool = False,
-) -> tuple[Float[Array, "*B R"] | None, Float[Array, "N R"] | Float[Array, "R N"] | None]:
+) -> Any:
     """As reference.narrow_products, in one pass over x; by XLA where tiles are not whole or the rank is too large."""
     tiles, leading, width = NarrowTiles(), x.shape[:-1], width or x.shape[-1]
     rank = next(array for array in (low, None if factor is None else factor.T) if array is not None).shape[-1]
@@ -84,7 +86,7 @@ def narrow_products(
         return reference.narrow_products(x, factor, low, width=width, rank_first=rank_first)
     wide_factor = None if factor is None else jnp.pad(factor, ((0, more), (0, 0)))
     wide_low = None if low is None else jnp.pad(low.reshape(rows, rank), ((0, 0), (0, more)))
-    product, gradient = one_pass(x.reshape(rows, x.shape[-1]), wide_factor, wide_low, tiles, width)
+    product, gradient = one_pass(_flat(x), wide_factor, wide_low, tiles, width)
     product = None if product is None else product[:, :rank].reshape(*leading, rank)
     if gradient is None:
         return product, None
@@ -100,11 +102,47 @@ def put_last(whole: Float[Array, "*B I+C"], more: Float[Array, "*B C"]) -> Float
     """As reference.put_last, by the copy engine where it can."""
     if not puts_last(whole) or more.shape[-1] % _MULTIPLE:
         return reference.put_last(whole, more)
-    flat = (array.reshape(-1, array.shape[-1]) for array in (whole, more))
-    return write_edge(*flat, axis=1).reshape(whole.shape)
+    return write_edge(_flat(whole), _flat(more)).reshape(whole.shape)
 
 
-KERNELS = reference.Kernels(narrow_products, put_last, None)
+def adapted_product(
+    x: Float[Array, "*B I"],
+    w: Float[Array, "O I"],
+    up: Float[Array, "O R"],
+    low: Float[Array, "*B P"],
+    *,
+    first: int = 0,
+    transpose: bool = False,
+) -> Float[Array, "*B O"]:
+    """As reference.adapted_product, in one kernel where its shapes allow."""
+    if _refuses_narrow(x) or refuses_product(x.shape[-1], w.shape[1 if transpose else 0]):
+        return reference.adapted_product(x, w, up, low, first=first, transpose=transpose)
+    product = wide.adapted_product(_flat(x), w, up, _flat(low), first=first, transpose=transpose)
+    return product.reshape(*x.shape[:-1], -1)
+
+
+def adapted_product_and_low(
+    x: Float[Array, "*B I"],
+    w: Float[Array, "O I"],
+    up: Float[Array, "O R"],
+    down: Float[Array, "P I"],
+    *,
+    first: int = 0,
+) -> tuple[Float[Array, "*B O"], Float[Array, "*B P"]]:
+    """As reference.adapted_product_and_low, likewise."""
+    if len(down) > wide.MOST_MADE or _refuses_narrow(x) or refuses_product(x.shape[-1], w.shape[0]):
+        low, _ = narrow_products(x, down, None)
+        low = low.astype(x.dtype)
+        return adapted_product(x, w, up, low, first=first), low
+    product, low = wide.adapted_product_and_low(_flat(x), w, up, down, first=first)
+    return product.reshape(*x.shape[:-1], -1), low.reshape(*x.shape[:-1], -1)
+
+
+KERNELS = reference.Kernels(narrow_products, adapted_product, wide.DEPTH, adapted_product_and_low, put_last, None)
+
+
+def _flat(x: Array) -> Array:
+    return x.reshape(-1, x.shape[-1])
 
 
 @functools.partial(jax.jit, static_argnames=("tiles", "width"), inline=True)  # of equal calls one is compiled

@@ -1,12 +1,13 @@
-"""Low-rank adapted linear layers of one input in plain jnp: forward and backward.
+"""Low-rank adapted linear layers of one input: forward, backward, and in plain jnp what kernels may do instead.
 
 Products with adapters are bracketed so that every intermediate has rank width. A base's product and its adapter's are
-summed in one of two ways, whichever moves fewer bytes: as one matrix product over joined operands, [x, low] @ [w, b].T,
-which copies x (unless whatever makes it leaves room behind) and w (unless it is being unpacked anyway), or as two, the
-second of which is added to the first.
-Where a kernel unpacks a weight inside the product, it adds the adapter's there. Products of a wide array with a factor
-of few rows, `x @ a.T`, and such a factor's gradient, are `narrow_products`: here two products of XLA's, in
-mosaic_gpu.py one pass.
+summed in f32 and rounded once, in one of three ways. Where a kernel unpacks a weight inside the product, it adds the
+adapter's there. Where x comes with room behind it, and weights are unpacked anyway, one matrix product has joined
+operands, [x, low] @ [w, b].T, which nothing is copied for. Else `adapted_product` does it: in mosaic_gpu_product.py a
+kernel that copies nothing either; here joined operands, where copying them moves fewer bytes than a sum of two
+products, or that sum, which is rounded twice.
+Products of a wide array with a factor of few rows, `x @ a.T`, and such a factor's gradient, are `narrow_products`: here
+two products of XLA's, in mosaic_gpu.py one pass.
 """
 
 import math
@@ -19,12 +20,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Key
 
 from pallas_kernels import Implementation
-from pallas_kernels.nf4_linear import NF4Weight, decodes_inside, join, product
+from pallas_kernels.nf4_linear import NF4Weight, decodes_inside, dense, join, product
 
-ALIGNMENT = 16  # elements; joined widths stay multiples of it, as the tensor cores' loads want them
-ROOM = (
-    64  # elements; what is joined to x is padded to a multiple, so that the copy engine takes whole tiles of the rest
-)
+ALIGNMENT = 16  # columns; low products are padded to a multiple, as the tensor cores' loads want it
+ROOM = 64  # columns; room behind x is a multiple, so that the copy engine takes whole tiles of the rest
 LOW_NAME = "lora_low"  # of what the backward needs and is small, for rematerialisation policies that keep it
 
 
@@ -86,21 +85,88 @@ def put_last(whole: Float[Array, "*B I+C"], more: Float[Array, "*B C"]) -> Float
     return jax.lax.dynamic_update_slice_in_dim(whole, more, whole.shape[-1] - more.shape[-1], axis=-1)
 
 
+class Adapted(Protocol):
+    """`adapted_product` of an implementation."""
+
+    def __call__(
+        self, x: Array, w: Array, up: Array, low: Array, *, first: int = 0, transpose: bool = False
+    ) -> Float[Array, "*B O"]:
+        """As reference.adapted_product."""
+        ...
+
+
+class AdaptedAndLow(Protocol):
+    """`adapted_product_and_low` of an implementation."""
+
+    def __call__(
+        self, x: Array, w: Array, up: Array, down: Array, *, first: int = 0
+    ) -> tuple[Float[Array, "*B O"], Float[Array, "*B P"]]:
+        """As reference.adapted_product_and_low."""
+        ...
+
+
+def adapted_product(
+    x: Float[Array, "*B I"],
+    w: Float[Array, "O I"],
+    up: Float[Array, "O R"],
+    low: Float[Array, "*B P"],
+    *,
+    first: int = 0,
+    transpose: bool = False,
+) -> Float[Array, "*B O"]:
+    """Return `x @ w.T + low[..., first : first + R] @ up.T`, or transposed `x @ w + low[...] @ up`.
+
+    Args:
+        x: any leading axes.
+        w: x.dtype; (I, O) with `transpose`.
+        up: x.dtype; (R, O) with `transpose`.
+        low: x.dtype.
+        first: column of low.
+        transpose: see there.
+    """
+    axis, ranks = (0, up.shape[0]) if transpose else (1, up.shape[1])
+    dims = "...i,io->...o" if transpose else "...i,oi->...o"
+    low = low[..., first : first + ranks]
+    rows, (height, width) = math.prod(x.shape[:-1]), w.shape
+    if rows * x.shape[-1] + height * width < rows * w.shape[1 - axis]:
+        return jnp.einsum(dims, jnp.concatenate([x, low], axis=-1), jnp.concatenate([w, up], axis=axis))
+    return jnp.einsum(dims, x, w) + jnp.einsum(dims, low, up)
+
+
+def adapted_product_and_low(
+    x: Float[Array, "*B I"],
+    w: Float[Array, "O I"],
+    up: Float[Array, "O R"],
+    down: Float[Array, "P I"],
+    *,
+    first: int = 0,
+) -> tuple[Float[Array, "*B O"], Float[Array, "*B P"]]:
+    """As `adapted_product` of `low = x @ down.T` in x.dtype, and low."""
+    low = _f32_product("...i,ri->...r", x, down).astype(x.dtype)
+    return adapted_product(x, w, up, low, first=first), low
+
+
 class Kernels(NamedTuple):
     """What runs.
 
     Attributes:
         narrow: `narrow_products` of an implementation.
+        adapted: `adapted_product`, likewise.
+        part: columns; those of low products that it reads are a multiple.
+        adapted_and_low: likewise.
         put_last: likewise.
         weights: the implementation that unpacks packed weights; None for the fastest that accepts them.
     """
 
     narrow: Narrow
+    adapted: Adapted
+    part: int
+    adapted_and_low: AdaptedAndLow
     put_last: Callable[[Array, Array], Array]
     weights: Implementation | None
 
 
-XLA = Kernels(narrow_products, put_last, "xla")
+XLA = Kernels(narrow_products, adapted_product, ALIGNMENT, adapted_product_and_low, put_last, "xla")
 
 
 def drop(x: Float[Array, "*B I"], rate: float, key: Key[Array, ""] | None) -> Float[Array, "*B I"]:
@@ -133,18 +199,11 @@ class Kept(NamedTuple):
     low: Float[Array, "*B P"]
 
 
-def room(x: Array, layers: Sequence[Projection], weights: Implementation | None, *, ready: bool) -> int:
-    """Return how many columns behind x (*B, I or more) its joined products fill, 0 where operands are not joined.
-
-    `ready` says that whatever makes x leaves them there; else a copy of x counts.
-    """
-    rows, width = math.prod(x.shape[:-1]), layers[0].w.shape[1]
-    adapted = sum(layer.w.shape[0] for layer in layers if layer.a is not None)
-    if (not ready) * rows * width + sum(_copied(layer.w) for layer in layers) >= rows * adapted:
+def room(x: Array, layers: Sequence[Projection], weights: Implementation | None) -> int:
+    """Return how many columns behind x (*B, I or more) its joined products fill, 0 where operands are not joined."""
+    if any(not isinstance(layer.w, NF4Weight) or decodes_inside(x, layer.w, weights) for layer in layers):
         return 0
-    if any(decodes_inside(x, layer.w, weights) for layer in layers):
-        return 0
-    ranks = sum(one.a.shape[0] for one in _adapters(layers))
+    ranks = _adapters(layers)[-1].columns.stop
     return ranks + -ranks % ROOM
 
 
@@ -157,25 +216,56 @@ def forward(
 ) -> tuple[tuple[Array, ...], Kept]:
     """Return each layer's product, and what the backward needs.
 
-    That is every `scale * drop(x) @ a.T` side by side in x.dtype, padded to ALIGNMENT, and x. Where operands are
-    joined, the low products go behind x: into the columns that it has there already, whatever they hold, or x is
-    written with `room` for them first, which costs nothing where whatever makes x can do so.
+    That is x, and every `scale * drop(x) @ a.T` side by side in x.dtype, padded to ALIGNMENT. Where x has `room` behind
+    it, whatever it holds, they are put there. Else the largest product comes first, in whose kernel they may be made.
     """
     adapters, width = _adapters(layers), layers[0].w.shape[1]
-    ups = {one.layer: one for one in adapters}
-    more = room(x, layers, kernels.weights, ready=x.shape[-1] > width)
-    wide = _pad_last(x, width + more - x.shape[-1])
-    low = checkpoint_name(_low_products(wide, width, adapters, rate, keys, kernels.narrow), LOW_NAME)
-    if more:
-        wide = kernels.put_last(wide, _pad_last(low, more - low.shape[-1]))
-        ws = (_join_up(layer.w, ups.get(i), wide, kernels) for i, layer in enumerate(layers))
-        return tuple(jnp.einsum("...i,oi->...o", wide, w) for w in ws), Kept(wide, low)
-    ys = []
+    ups, ranks, ys = {one.layer: one for one in adapters}, adapters[-1].columns.stop, {}
+    if more := x.shape[-1] - width:
+        low = _low_products(x, width, adapters, rate, keys, kernels.narrow)
+        x = kernels.put_last(x, _padded(low, -1, more))
+        for i, layer in enumerate(layers):
+            ys[i] = jnp.einsum("...i,oi->...o", x, _join_up(layer.w, ups.get(i), x, kernels))
+    elif keys is None and not any(decodes_inside(x, layer.w, kernels.weights) for layer in layers):
+        one = max(adapters, key=lambda one: layers[one.layer].w.shape[0])
+        down = _padded(jnp.concatenate([one.scale * one.a for one in adapters]).astype(x.dtype), 0, kernels.part)
+        up, first = _up(one, x.dtype, kernels.part)
+        w = dense(layers[one.layer].w, x.dtype, implementation=kernels.weights)
+        ys[one.layer], low = kernels.adapted_and_low(x, w, up, down, first=first)
+    else:
+        low = _padded(_low_products(x, width, adapters, rate, keys, kernels.narrow), -1, kernels.part)
     for i, layer in enumerate(layers):
-        one = ups.get(i)
-        extra = None if one is None else (low[..., one.columns], one.b.astype(x.dtype))
-        ys.append(product(x, layer.w, extra=extra, implementation=kernels.weights))
-    return tuple(ys), Kept(wide, low)
+        if i not in ys:
+            ys[i] = _product(x, layer.w, ups.get(i), low, kernels)
+    kept = low[..., : ranks + -ranks % ALIGNMENT]
+    return tuple(ys[i] for i in range(len(layers))), Kept(x, checkpoint_name(kept, LOW_NAME))
+
+
+def _join_up(w: Any, one: Adapter | None, wide: Array, kernels: Kernels) -> Float[Array, "O I+"]:
+    """[w, b] as wide as the joined input, with b in its columns of it and zeros in the other layers'."""
+    behind = wide.shape[-1] - w.shape[1]
+    if one is None:
+        columns = jnp.zeros((w.shape[0], behind), wide.dtype)
+    else:
+        columns = jnp.pad(one.b.astype(wide.dtype), ((0, 0), (one.columns.start, behind - one.columns.stop)))
+    return join(w, columns, implementation=kernels.weights)
+
+
+def _product(x: Array, w: Array | NF4Weight, one: Adapter | None, low: Array, kernels: Kernels) -> Array:
+    """A layer's product, with its adapter's if it has one."""
+    if one is None:
+        return product(x, w, implementation=kernels.weights)
+    if decodes_inside(x, w, kernels.weights):
+        extra = low[..., one.columns], one.b.astype(x.dtype)
+        return product(x, w, extra=extra, implementation=kernels.weights)
+    up, first = _up(one, x.dtype, kernels.part)
+    return kernels.adapted(x, dense(w, x.dtype, implementation=kernels.weights), up, low, first=first)
+
+
+def _up(one: Adapter, dtype: Any, part: int) -> tuple[Float[Array, "O R"], int]:
+    """b in its place among the columns of those parts of the low products in which its own lie, and their first."""
+    first = one.columns.start // part * part
+    return _padded(jnp.pad(one.b.astype(dtype), ((0, 0), (one.columns.start - first, 0))), 1, part), first
 
 
 def backward(
@@ -197,7 +287,7 @@ def backward(
         dlow = jnp.concatenate(dlows, axis=-1)
         da = kernels.narrow(x, None, dlow, width=width, rank_first=True)[1]
         das = [da[one.columns] for one in adapters]
-        dx = _gradient_of_x(dlow, adapters, layers, dys, kernels.weights)
+        dx = _gradient_of_x(dlow, adapters, layers, dys, kernels)
     else:
         dx, das = sum(_bases(layers, dys, kernels.weights), start=jnp.zeros((), x.dtype)), []
         for one, dlow in zip(adapters, dlows):
@@ -213,28 +303,21 @@ def _gradient_of_x(
     adapters: Sequence[Adapter],
     layers: Sequence[Projection],
     dys: Sequence[Array],
-    weights: Implementation | None,
+    kernels: Kernels,
 ) -> Array:
-    """Sum over layers and adapters; the adapters' part joins the narrowest layer's product, or is added."""
+    """Sum over layers and adapters; the adapters' part is summed in one product with the narrowest layer's."""
     a = jnp.concatenate([one.a.astype(dlow.dtype) for one in adapters])
-    rows, width = math.prod(dlow.shape[:-1]), a.shape[1]
-    inside = [i for i, (layer, dy) in enumerate(zip(layers, dys)) if decodes_inside(dy, layer.w, weights)]
+    inside = [i for i, (layer, dy) in enumerate(zip(layers, dys)) if decodes_inside(dy, layer.w, kernels.weights)]
+    at = inside[0] if inside else min(range(len(layers)), key=lambda i: layers[i].w.shape[0])
     if inside:
-        extra = {inside[0]: (dlow, a)}
-        parts = [
-            product(dy, layer.w, transpose=True, extra=extra.get(i), implementation=weights)
-            for i, (layer, dy) in enumerate(zip(layers, dys))
-        ]
-        return _chained(parts)
-    copied = [rows * layer.w.shape[0] + _copied(layer.w) for layer in layers]
-    if min(copied) >= rows * width:
-        return _chained([jnp.einsum("...r,ri->...i", dlow, a), *_bases(layers, dys, weights)])
-    at, spare = copied.index(min(copied)), -dlow.shape[-1] % ALIGNMENT
-    dy = jnp.concatenate([dys[at], _pad_last(dlow, spare)], axis=-1)
-    w = join(layers[at].w, jnp.pad(a, ((0, spare), (0, 0))), 0, implementation=weights)
-    others = [i for i in range(len(layers)) if i != at]
-    rest = _bases([layers[i] for i in others], [dys[i] for i in others], weights)
-    return _chained([jnp.einsum("...o,oi->...i", dy, w), *rest])
+        extra = dlow, a
+        first = product(dys[at], layers[at].w, transpose=True, extra=extra, implementation=kernels.weights)
+    else:
+        w = dense(layers[at].w, dlow.dtype, implementation=kernels.weights)
+        up, low = _padded(a, 0, kernels.part), _padded(dlow, -1, kernels.part)
+        first = kernels.adapted(dys[at], w, up, low, transpose=True)
+    rest = [i for i in range(len(layers)) if i != at]
+    return _chained([first, *_bases([layers[i] for i in rest], [dys[i] for i in rest], kernels.weights)])
 
 
 def _chained(products: Sequence[Array]) -> Array:
@@ -274,27 +357,14 @@ def _low_products(
     else:
         inputs = [drop(x, rate, keys[one.layer]) for one in adapters]
         low = jnp.concatenate([narrow(*each, None)[0] for each in zip(inputs, downs)], axis=-1)
-    low = (low * scales).astype(x.dtype)
-    return _pad_last(low, -low.shape[-1] % ALIGNMENT)
+    return (low * scales).astype(x.dtype)
 
 
-def _join_up(w: Array | NF4Weight, one: Adapter | None, wide: Array, kernels: Kernels) -> Float[Array, "O I+"]:
-    """[w, b] as wide as the joined input, with b in its columns of it and zeros in the other layers'."""
-    behind = wide.shape[-1] - w.shape[1]
-    if one is None:
-        columns = jnp.zeros((w.shape[0], behind), wide.dtype)
-    else:
-        columns = jnp.pad(one.b.astype(wide.dtype), ((0, 0), (one.columns.start, behind - one.columns.stop)))
-    return join(w, columns, 1, implementation=kernels.weights)
-
-
-def _copied(w: Array | NF4Weight) -> int:
-    """Elements that joining something to a weight copies; a packed one is written anyway."""
-    return 0 if isinstance(w, NF4Weight) else math.prod(w.shape)
-
-
-def _pad_last(x: Array, more: int) -> Array:
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, more)]) if more else x
+def _padded(x: Array, axis: int, part: int) -> Array:
+    """Zeros behind x up to a multiple of `part`."""
+    more = [(0, 0)] * x.ndim
+    more[axis] = (0, -x.shape[axis] % part)
+    return jnp.pad(x, more) if any(after for _, after in more) else x
 
 
 def _f32_product(dims: str, left: Array, right: Array) -> Array:

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, UInt8
 
-from pallas_kernels import Implementation, _dispatch, _platform
+from pallas_kernels import Implementation, _dispatch
 from pallas_kernels.nf4_linear import mosaic_gpu, reference
-from pallas_kernels.nf4_linear.mosaic_gpu_join import copies, copy_with_edge, write_edge
+from pallas_kernels.nf4_linear.mosaic_gpu_join import write_edge
 from pallas_kernels.nf4_linear.reference import DYNAMIC_CODE, NESTED_BLOCK, NF4_CODE
 
 __all__ = [
@@ -97,28 +97,18 @@ def dense(
 
 
 def join(
-    w: Float[Array | np.ndarray, "O I"] | NF4Weight,
-    more: Float[Array, "R C"],
-    axis: int,
-    *,
-    implementation: Implementation | None = None,
-) -> Float[Array, "O_R I_C"]:
-    """`concatenate([dense(w), more], axis)` in more's dtype: one pass over w, whether unpacked or copied.
+    w: NF4Weight, more: Float[Array, "O C"], *, implementation: Implementation | None = None
+) -> Float[Array, "O I_C"]:
+    """`concatenate([dense(w), more], 1)` in more's dtype, w unpacked into its place.
 
     Args:
-        w: an array or a packed weight, of one layer.
-        more: rows (axis 0) or columns (axis 1) that follow w's.
-        axis: 0 or 1.
-        implementation: as in `dequantize`; an array is copied by a kernel where that is not "xla".
+        w: the packed weight of one layer.
+        more: columns that follow w's.
+        implementation: as in `dequantize`.
     """
-    if not isinstance(w, NF4Weight):
-        w = jnp.asarray(w, more.dtype)
-        kernel = implementation != "xla" and _platform.why_not_hopper(one_device=True) is None and copies(w, more, axis)
-        return copy_with_edge(w, more, axis) if kernel else jnp.concatenate([w, more], axis)
     if _choose(w, more.dtype, implementation) == "xla":
-        return jnp.concatenate([dense(w, more.dtype, implementation=implementation), more], axis)
-    room = (more.shape[0], 0) if axis == 0 else (0, more.shape[1])
-    return write_edge(_dequantize(w, more.dtype, implementation, room), more, axis)
+        return jnp.concatenate([dequantize(w, more.dtype, implementation="xla"), more], axis=1)
+    return write_edge(_dequantize(w, more.dtype, implementation, room=more.shape[1]), more)
 
 
 def nf4_linear(
@@ -171,9 +161,7 @@ def _choose(w: NF4Weight, dtype: jax.typing.DTypeLike, wanted: Implementation | 
     return _dispatch.choose("nf4_linear", wanted, _refusals(w, dtype))
 
 
-def _dequantize(
-    w: NF4Weight, dtype: jnp.dtype, implementation: Implementation | None, room: tuple[int, int] = (0, 0)
-) -> Array:
+def _dequantize(w: NF4Weight, dtype: jnp.dtype, implementation: Implementation | None, room: int = 0) -> Array:
     _check_weight(w)
     if _choose(w, dtype, implementation) == "mosaic_gpu":
         return mosaic_gpu.dequantize(*_packed(w), w.shape, dtype, room=room)

@@ -140,7 +140,7 @@ def dequantize(
     shape: tuple[int, int],
     dtype: DTypeLike,
     *,
-    room: tuple[int, int] = (0, 0),
+    room: int = 0,
     staged: bool = False,
 ) -> Float[Array, "*L O I"]:
     """The weight as an array, as `reference.dequantize` makes it, bit for bit; for blocks of 64 elements.
@@ -152,7 +152,7 @@ def dequantize(
         offset: of double quantization.
         shape: (O, I).
         dtype: bfloat16 or float16.
-        room: rows and columns more than the weight's that the result has; what they hold is left open. Not for stacks.
+        room: columns more than the weight's that the result has; what they hold is left open. Not for stacks.
         staged: whether plain array operations decode, for the interpreter.
     """
     arrays = [x for x in (codes, absmax, nested_absmax, offset) if x is not None]
@@ -195,7 +195,7 @@ def _dequantize(codes, absmax, nested_absmax, offset, *, shape, dtype, room, sta
             codes, values, found, dtype=dtype, staged=staged
         )
 
-    out = jax.ShapeDtypeStruct((layers * height + room[0], width + room[1]), dtype)
+    out = jax.ShapeDtypeStruct((layers * height, width + room), dtype)
     tiles = layers * height // rows * across
     run = plgpu.kernel(kernel, out_type=out, grid=(tiles,), grid_names=("tiles",))
     result = run(codes.reshape(layers * height, width // 2), *kernel_scales(absmax, nested_absmax, offset))

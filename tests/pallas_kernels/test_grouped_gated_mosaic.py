@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels._tiles import HALF
 from pallas_kernels.grouped_matmul import mosaic_gpu
-from pallas_kernels.grouped_matmul.mosaic_gpu_work import HALF, places_of_rows, row_items
+from pallas_kernels.grouped_matmul.mosaic_gpu_work import places_of_rows, row_items
 
 ROUTINGS = {  # rows, sizes, (D, F)
     "full tiles": (256, [128, 128], (128, 128)),

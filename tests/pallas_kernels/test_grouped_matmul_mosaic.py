@@ -12,23 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels._tiles import BAND, HALF, ROWS, Tiles, stores_behind, walk
 from pallas_kernels.grouped_matmul import explain, grouped_matmul, mosaic_gpu
 from pallas_kernels.grouped_matmul.mosaic_gpu_rows import group_rows
-from pallas_kernels.grouped_matmul.mosaic_gpu_tiles import Tiles, stores_behind
 from pallas_kernels.grouped_matmul.mosaic_gpu_weights import group_weights
-from pallas_kernels.grouped_matmul.mosaic_gpu_work import (
-    BAND,
-    COLUMN,
-    COUNT,
-    FIRST,
-    GROUP,
-    HALF,
-    ROWS,
-    STORED,
-    row_items,
-    starts_of,
-    walk,
-)
+from pallas_kernels.grouped_matmul.mosaic_gpu_work import COLUMN, COUNT, FIRST, GROUP, STORED, row_items, starts_of
 
 ROUTINGS = {  # rows, sizes, (D, F)
     "full tiles": (256, [128, 128], (128, 256)),

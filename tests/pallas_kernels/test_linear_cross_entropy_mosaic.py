@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import _platform
-from pallas_kernels.grouped_matmul.mosaic_gpu_tiles import Tiles
+from pallas_kernels._tiles import Tiles
 from pallas_kernels.linear_cross_entropy import (
     explain,
     linear_cross_entropy,

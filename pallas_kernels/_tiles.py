@@ -1,7 +1,10 @@
-"""Tiles of grouped products on Hopper: their sizes, what a warpgroup sums from a ring of slots, how results leave.
+"""Tiles of products on Hopper: sizes, their order, what a warpgroup sums from a ring of slots, how results leave.
 
-A tile is 128 rows of one group by some columns. Two compute warpgroups own 64 rows each, with their sums in registers;
-results go through buffers in shared memory, which the copy engine stores while the next ones are made.
+A tile is 128 rows by some columns. Two compute warpgroups own 64 rows each, with their sums in registers; results go
+through buffers in shared memory, which the copy engine stores while the next ones are made.
+
+Tiles are walked in bands of BAND tiles along the rows, down each column of a band: what the multiprocessors read at a
+time is then about square and stays in the L2 cache, and the right operand is read once a band.
 """
 
 import dataclasses
@@ -13,9 +16,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels._hopper import WARPGROUPS, swizzled
-from pallas_kernels.grouped_matmul.mosaic_gpu_work import BAND, HALF
 
 DEPTH = 64  # of a slot: 128 bytes, the widest swizzle
+HALF = 64  # rows of a tile that one warpgroup owns
+ROWS = 2 * HALF
+BAND = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +30,7 @@ class Tiles:
     Attributes:
         columns: of a tile.
         stages: slots of the ring.
-        band: tiles along the rows of a band, see mosaic_gpu_work.
+        band: tiles along the rows of a band, see above.
         blocks: that share the work; None for as many as the GPU has multiprocessors.
         pair: whether the blocks of a cluster of two take neighbouring tiles and share what both read.
         stores: buffers of each compute warpgroup for results on their way out.
@@ -50,7 +55,15 @@ class Tiles:
         return 2 if self.pair else 1
 
 
-def multiply_slots(x_tiles, w_smem, ready, free, visited, steps, columns: int, transposed: bool):
+def walk(index, rows, columns, band=BAND):
+    """The place (row, column) of the `index`-th of rows * columns tiles; int32 arrays or numbers of one shape."""
+    above = lax.div(index, band * columns) * band
+    height = jnp.minimum(rows - above, band)
+    within = index - above * columns
+    return above + lax.rem(within, height), lax.div(within, height)
+
+
+def multiply_slots(x_tiles, w_smem, ready, free, visited, steps, columns: int, transposed: bool, beside=()):
     """The sums (64, columns) of a warpgroup's next products, one a slot of the ring; frees each slot behind it.
 
     Args:
@@ -59,6 +72,7 @@ def multiply_slots(x_tiles, w_smem, ready, free, visited, steps, columns: int, t
         ready, free: barriers of the slots.
         visited: slots before this tile's first.
         steps: slots of this tile.
+        beside: functions to call while the first slots' products run, one a slot; no more than there are steps.
     """
     stages, warpgroup = w_smem.shape[0], lax.axis_index("warpgroup")
 
@@ -66,15 +80,19 @@ def multiply_slots(x_tiles, w_smem, ready, free, visited, steps, columns: int, t
         return lax.rem(visited + step, jnp.int32(stages))
 
     def multiply(sums):
-        def step(k, _):
+        def step(k, do=None):
             slot = slot_of(k)
             plgpu.barrier_wait(ready.at[slot])
             tile_w = w_smem.at[slot].transpose((1, 0)) if transposed else w_smem.at[slot]
             plgpu.wgmma(sums, x_tiles.at[slot, warpgroup], tile_w)
+            if do is not None:
+                do()
             plgpu.wgmma_wait(1)
             pl.when(k > 0)(lambda: plgpu.barrier_arrive(free.at[slot_of(k - 1)]))
 
-        lax.fori_loop(0, steps, step, None)
+        for k, do in enumerate(beside):
+            step(k, do)
+        lax.fori_loop(len(beside), steps, lambda k, _: step(k), None)
         return sums[...]
 
     sums = pl.run_scoped(multiply, plgpu.ACC((HALF, columns), jnp.float32))
