@@ -105,6 +105,18 @@ def shape(blocks: int, tiles: Tiles) -> dict[str, Any]:
     return {"grid": {"blocks": blocks}, "cluster": {"pair": 2} if tiles.pair else None}
 
 
+def left_slots(dtype, tiles: Tiles):
+    """Slots of the left operand, (stages, WARPGROUPS, 64, DEPTH), for `left_views` to tell apart."""
+    slots = tiles.stages, WARPGROUPS, HALF, DEPTH
+    as_rows, as_tiles = (plgpu.SMEM(slots, dtype, transforms=swizzled(DEPTH)[first:]) for first in (1, 0))
+    return as_tiles if tiles.staged else plgpu.RefUnion(as_rows, as_tiles)
+
+
+def left_views(slots, tiles: Tiles):
+    """The same memory as copies fill it, of arrays with any number of rows, and as products read it."""
+    return (slots, slots) if tiles.staged else slots
+
+
 def free_slots(tiles: Tiles):
     """Barriers of slots that are used up: where a pair shares what fills them, in both blocks."""
     if tiles.pair:

@@ -146,7 +146,7 @@ def check_lora() -> bool:
         (70000, 512, (640, 256, 256), (64, 8, 40)),  # more tiles of rows than blocks
         (4096, 4096, (4096, 1024, 1024), (64, 64, 16)),  # more than a product's kernel makes
     ):
-        keys = iter(jax.random.split(jax.random.key(width), 9))
+        keys = iter(jax.random.split(jax.random.key(width), 3 * len(outs) + 2))  # x, its gradient; each layer's w, a, b
         x = jax.random.normal(next(keys), (rows, width), jnp.bfloat16)
         ws = [jax.random.normal(next(keys), (out, width), jnp.bfloat16) * width**-0.5 for out in outs]
         factors = []

@@ -22,6 +22,8 @@ from pallas_kernels._tiles import (
     HALF,
     Tiles,
     free_slots,
+    left_slots,
+    left_views,
     multiply_slots,
     shape,
     store_buffers,
@@ -117,7 +119,7 @@ def run(
         flat_refs, refs = list(refs[: len(flat)]), refs[len(flat) :]
         operand_refs = [[flat_refs.pop(0) for _ in operand] for operand in operands]
         table_ref, refs = refs[len(more)], [*refs[: len(more)], *refs[len(more) + 1 :]]
-        scratch = _scratch(scratch, tiles.staged, behind)
+        scratch = _scratch(scratch, tiles, behind)
         ready, free = scratch.ready, scratch.free
         block, warpgroup = lax.axis_index("blocks"), lax.axis_index("warpgroup")
         mine = lax.div(table_ref[0, COUNT] - block + (blocks - 1), jnp.int32(blocks))
@@ -211,26 +213,25 @@ def run(
 def _scratch_types(dtype, tiles: Tiles, copies: int, transposed: bool, behind: int):
     """What `_scratch` takes apart."""
     stages, columns = tiles.stages, tiles.columns
-    half, w_tile = (stages, WARPGROUPS, HALF, DEPTH), (columns, DEPTH) if transposed else (DEPTH, columns)
-    as_tiles = plgpu.SMEM(half, dtype, transforms=swizzled(DEPTH))
-    as_rows = plgpu.SMEM(half, dtype, transforms=swizzled(DEPTH)[1:])
+    w_tile = (columns, DEPTH) if transposed else (DEPTH, columns)
     weights = plgpu.SMEM((stages, *w_tile), dtype, transforms=swizzled(w_tile[1]))
     if behind and not tiles.staged:
         slots = stages, columns // HALF, HALF, DEPTH  # a slot's bytes, of which the first two 64 rows are used
         views = (plgpu.SMEM(slots, dtype, transforms=swizzled(DEPTH)[first:]) for first in (1, 0))
         weights = plgpu.RefUnion(weights, *views)
     return (
-        as_tiles if tiles.staged else plgpu.RefUnion(as_rows, as_tiles),
+        left_slots(dtype, tiles),
         weights,
-        as_tiles if behind and tiles.staged else None,
+        left_slots(dtype, tiles) if behind and tiles.staged else None,
         store_buffers(dtype, tiles.stores),
         plgpu.Barrier(num_arrivals=WARPGROUPS + copies, num_barriers=stages),
         free_slots(tiles),
     )
 
 
-def _scratch(scratch, staged: bool, behind: int) -> Scratch:
+def _scratch(scratch, tiles: Tiles, behind: int) -> Scratch:
     x_smem, w_smem, others, *rest = scratch
-    rows, tiles = (x_smem, x_smem) if staged else x_smem
-    others, other_tiles = (others, others) if staged or not behind else w_smem[1:]
-    return Scratch(rows, tiles, w_smem[0] if behind and not staged else w_smem, others, other_tiles, *rest)
+    as_rows, as_tiles = left_views(x_smem, tiles)
+    shared = behind and not tiles.staged
+    others, other_tiles = w_smem[1:] if shared else (others, others)
+    return Scratch(as_rows, as_tiles, w_smem[0] if shared else w_smem, others, other_tiles, *rest)

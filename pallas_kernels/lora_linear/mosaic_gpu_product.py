@@ -23,6 +23,8 @@ from pallas_kernels._tiles import (
     HALF,
     ROWS,
     Tiles,
+    left_slots,
+    left_views,
     multiply_slots,
     parts_of,
     store_buffers,
@@ -65,7 +67,7 @@ def adapted_product(
         low: x.dtype.
         first: a multiple of 64.
         transpose: whether w and up are transposed.
-        tiles: sizes and order, of blocks alone.
+        tiles: sizes and order, of blocks alone; `staged` for the interpreter.
     """
     return _run(x, w, up, low, None, first, transpose, tiles)[0]
 
@@ -97,7 +99,8 @@ def _run(x, w, up, low, down, first: int, transpose: bool, tiles: Tiles):
     def kernel(refs, scratch):
         x_ref, w_ref, up_ref, given_ref, out_ref, *made_ref = refs
         low_ref = given_ref if down is None else made_ref[0]
-        x_smem, w_smem, stored_smem, ready, free = scratch
+        x_slots, w_smem, stored_smem, ready, free = scratch
+        x_rows, x_tiles = left_views(x_slots, tiles)
         made: Any = None if down is None else pl.get_global(plgpu.SemaphoreType.REGULAR((high,)))
         block, warpgroup = lax.axis_index("blocks"), lax.axis_index("warpgroup")
         behind = blocks - 1 - block  # the last blocks have the fewest tiles
@@ -124,7 +127,7 @@ def _run(x, w, up, low, down, first: int, transpose: bool, tiles: Tiles):
             def low_product(n):
                 tile, turn = low_item(n)
                 part = w_smem.at[:, pl.ds(0, ranks)]
-                sums = multiply_slots(x_smem, part, ready, free, turn, steps, ranks, transposed=True)
+                sums = multiply_slots(x_tiles, part, ready, free, turn, steps, ranks, transposed=True)
                 store_rows(sums, buffers, low_ref, tile * ROWS + warpgroup * HALF, 0)
                 plgpu.wait_smem_to_gmem(0)
                 pl.semaphore_signal(made.at[tile])
@@ -141,7 +144,7 @@ def _run(x, w, up, low, down, first: int, transpose: bool, tiles: Tiles):
 
                 _, turn, _ = item(n)
                 beside = [functools.partial(store, index) for index in range(parts_of(kept, buffers))]
-                sums = multiply_slots(x_smem, w_smem, ready, free, turn, whole, columns, not transpose, beside)
+                sums = multiply_slots(x_tiles, w_smem, ready, free, turn, whole, columns, not transpose, beside)
                 return sums.astype(x.dtype)
 
             if helpers:
@@ -160,7 +163,7 @@ def _run(x, w, up, low, down, first: int, transpose: bool, tiles: Tiles):
                 pl.when(turn >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
                 for half in range(WARPGROUPS):
                     left = left_ref.at[pl.ds(tile * ROWS + half * HALF, HALF), inner]
-                    plgpu.copy_gmem_to_smem(left, x_smem.at[slot, half], ready.at[slot])
+                    plgpu.copy_gmem_to_smem(left, x_rows.at[slot, half], ready.at[slot])
                 plgpu.copy_gmem_to_smem(right, right_smem.at[slot], ready.at[slot])
 
             def low_product(n):
@@ -200,7 +203,7 @@ def _run(x, w, up, low, down, first: int, transpose: bool, tiles: Tiles):
     return launch(
         kernel,
         (
-            plgpu.SMEM((stages, WARPGROUPS, HALF, DEPTH), x.dtype, transforms=swizzled(DEPTH)),
+            left_slots(x.dtype, tiles),
             plgpu.SMEM((stages, *w_tile), x.dtype, transforms=swizzled(w_tile[-1])),
             store_buffers(x.dtype),
             plgpu.Barrier(num_arrivals=WARPGROUPS + 1, num_barriers=stages),
