@@ -63,7 +63,7 @@ def test_ragged_shapes_and_large_ranks_go_to_xla() -> None:
         np.testing.assert_allclose(gradient, want, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("rows, kernels", [(2048, 4), (3001, 2)])  # of 3001, narrow products are not in whole tiles
+@pytest.mark.parametrize(("rows", "kernels"), [(2048, 4), (3001, 2)])  # of 3001, narrow products are not in whole tiles
 def test_gradients_lower_for_the_gpu(rows: int, kernels: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_platform, "compute_capability", lambda: (9, 0))
     x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1, rows, 1024), (2048, 1024)))
