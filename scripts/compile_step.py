@@ -1,7 +1,7 @@
 """Compiles a whole training step for an H200 on a machine without a GPU: its memory, and every pass over activations.
 
 Usage: python scripts/compile_step.py [--shape llama3.1-8b] [--base nf4] [--remat full] [--batch 4x2048]
-           [--finetune full --optim adamw_8bit] [--attention mosaic_gpu] [--passes]
+           [--finetune full --optim adamw_8bit] [--attention mosaic_gpu] [--passes] [--hlo FILE]
 
 Prints what the program needs by the compiler's own analysis and by gymjax's plan and, with --passes, what each
 operation of the loops over layers writes (MiB) with the name that it has in the model. The step is that of
@@ -99,6 +99,7 @@ def main() -> None:
     parser.add_argument("--batch", default="4x2048", help="rows x tokens")
     parser.add_argument("--unfused", action="store_true", help="with enable_liger_kernel: false")
     parser.add_argument("--passes", action="store_true")
+    parser.add_argument("--hlo", type=Path, help="write the compiled program's text there")
     parser.add_argument("--json", action="store_true", help="print the sizes alone, as check_plan.py reads them")
     options = parser.parse_args()
     setting = setting_of(options, options.batch, options.remat, fused=not options.unfused)
@@ -118,6 +119,8 @@ def main() -> None:
     seconds = time.perf_counter() - started
     print(f"{setting.name}: {program_peak_gib(program):.2f} GiB ({parts}); compiled in {seconds:.0f} s")
     print(*describe(plan), sep="\n")
+    if options.hlo:
+        options.hlo.write_text(program.as_text())
     if options.passes:
         print(*passes(program.as_text()), sep="\n")
 

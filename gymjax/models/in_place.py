@@ -7,10 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.extend import core
 from jaxtyping import Array
+
+from gymjax.models.stacks import empty, read, write
 
 Body = Callable[[Array, Any, Any], tuple[Array, Any]]
 
@@ -40,17 +41,17 @@ def scan_in_place(body: Body, x: Array, trained: Any, rest: Any, policy: Callabl
         return jax.lax.scan(lambda x, layer: body(x, *layer), x, (trained, rest))
 
     def forward(x, trained, rest):
-        layer = _Layer(kept_body, x, *_read((trained, rest), 0))
-        inputs = _write(_empty(layers + 1, x), x, 0)  # and the last layer's output
-        stacks = [_empty(layers, var.aval) for var in layer.stored]
-        outs = jax.tree.map(functools.partial(_empty, layers), layer.out)
+        layer = _Layer(kept_body, x, *read((trained, rest), 0))
+        inputs = write(empty(layers + 1, x), x, 0)  # and the last layer's output
+        stacks = [empty(layers, var.aval) for var in layer.stored]
+        outs = jax.tree.map(functools.partial(empty, layers), layer.out)
 
         def step(index, carry):
             inputs, stacks, outs = carry
-            parts = _read((inputs, trained, rest), index)
+            parts = read((inputs, trained, rest), index)
             x, out, stacks = layer.forward(*parts, index=index, stacks=stacks)
-            outs = jax.tree.map(lambda stack, value: _write(stack, value, index), outs, out)
-            return _write(inputs, x, index + 1), stacks, outs
+            outs = jax.tree.map(lambda stack, value: write(stack, value, index), outs, out)
+            return write(inputs, x, index + 1), stacks, outs
 
         inputs, stacks, outs = jax.lax.fori_loop(0, layers, step, (inputs, stacks, outs))
         return (inputs[-1], outs), (layer, inputs, stacks, trained, rest)
@@ -62,12 +63,12 @@ def scan_in_place(body: Body, x: Array, trained: Any, rest: Any, policy: Callabl
         def step(n, carry):
             dx, dtrained = carry
             index = layers - 1 - n
-            pull_back = layer.pull_back(*_read((inputs, trained, rest, stacks), index))
-            dx, parts = pull_back((dx, _read(douts, index)))
-            return dx, jax.tree.map(lambda stack, part: _write(stack, part, index), dtrained, parts)
+            pull_back = layer.pull_back(*read((inputs, trained, rest, stacks), index))
+            dx, parts = pull_back((dx, read(douts, index)))
+            return dx, jax.tree.map(lambda stack, part: write(stack, part, index), dtrained, parts)
 
-        empty = jax.tree.map(lambda leaf: _empty(layers, leaf[0]), trained)
-        dx, dtrained = jax.lax.fori_loop(0, layers, step, (dx, empty))
+        dtrained = jax.tree.map(lambda leaf: empty(layers, leaf[0]), trained)
+        dx, dtrained = jax.lax.fori_loop(0, layers, step, (dx, dtrained))
         return dx, dtrained, None
 
     run.defvjp(forward, backward)
@@ -98,30 +99,6 @@ def _refuse_tangents(why: str, primals: tuple, tangents: tuple) -> Any:
 
 
 _guarded.defjvp(_refuse_tangents, symbolic_zeros=True)
-
-
-def _empty(layers: int, like: Any) -> Array:
-    """Memory for an array of every layer."""
-    return jax.lax.empty((layers, *like.shape), like.dtype)
-
-
-def _write(stack: Array, value: Array, index: Array | int) -> Array:
-    """The stack with a layer's value in it.
-
-    The maximum, which changes nothing, hides from XLA that what is read at the index is the value: it would be kept for
-    its readers beside the stack, and copied there.
-    """
-    at = (jnp.maximum(index, 0), *[0] * value.ndim)
-    return jax.lax.dynamic_update_slice(stack, value[None], at, allow_negative_indices=False)
-
-
-def _read(stacks: Any, index: Array | int) -> Any:
-    """A layer's part of stacked arrays; the index is the loop's own, so that XLA knows where a kernel finds it."""
-
-    def read(stack: Array) -> Array:
-        return jax.lax.dynamic_index_in_dim(stack, index, keepdims=False, allow_negative_indices=False)
-
-    return jax.tree.map(read, stacks)
 
 
 @jax.tree_util.register_pytree_node_class
@@ -199,8 +176,8 @@ def _run(program: core.Jaxpr, known: dict[Any, Any], places: dict[Any, int], ind
         for var, result in zip(eqn.outvars, results, strict=True):
             known[var] = result
             if var in places:
-                stacks[places[var]] = _write(stacks[places[var]], result, index)
-                known[var] = _read(stacks[places[var]], index)
+                stacks[places[var]] = write(stacks[places[var]], result, index)
+                known[var] = read(stacks[places[var]], index)
 
 
 def _program_in(eqn: core.JaxprEqn, places: dict[Any, int]) -> core.ClosedJaxpr | None:

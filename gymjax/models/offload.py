@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array
+
+from gymjax.models.stacks import empty, read, write
 
 Body = Callable[[Array, Any, Any], tuple[Array, Any]]
 
@@ -35,31 +37,37 @@ def scan_offloaded(body: Body, x: Array, trained: Any, rest: Any) -> tuple[Array
         return jax.lax.scan(lambda x, layer: body(x, *layer), x, (trained, rest))
 
     def forward(x, trained, rest):
-        def step(x, layer):
-            following, out = body(x, *layer)
-            return following, (out, jax.device_put(x, jax.memory.Space.Host))
+        _, out = jax.eval_shape(lambda x, layers: body(x, *read(layers, 0)), x, (trained, rest))
+        inputs = jax.device_put(empty(1 + layers, x), jax.memory.Space.Host)  # the first stays empty, see `backward`
+        outs = jax.tree.map(functools.partial(empty, layers), out)
 
-        x, (outs, inputs) = jax.lax.scan(step, x, (trained, rest))
+        def step(index, carry):
+            x, outs, inputs = carry
+            inputs = write(inputs, jax.device_put(x, jax.memory.Space.Host), index + 1)
+            x, out = body(x, *read((trained, rest), index))
+            return x, jax.tree.map(lambda stack, value: write(stack, value, index), outs, out), inputs
+
+        x, outs, inputs = jax.lax.fori_loop(0, layers, step, (x, outs, inputs))
         return (x, outs), (inputs, trained, rest)
 
     def backward(kept, cotangents):
         inputs, trained, rest = kept
         dx, douts = cotangents
 
-        def fetch(layer):
-            return jax.device_put(jax.lax.dynamic_index_in_dim(inputs, layer, keepdims=False), jax.memory.Space.Device)
+        def fetch(place):
+            return jax.device_put(read(inputs, place), jax.memory.Space.Device)
 
-        def step(carry, layer):
-            dx, x = carry
-            index, trained, rest, dout = layer
-            ahead = fetch(jnp.maximum(index - 1, 0))
-            _, pull_back = jax.vjp(lambda x, trained: body(x, trained, rest), x, trained)
-            dx, dtrained = pull_back((dx, dout))
-            return (dx, ahead), dtrained
+        def step(n, carry):
+            dx, x, dtrained = carry
+            index = layers - 1 - n
+            ahead = fetch(index)  # the input of the layer before, and behind the first layer the empty one
+            trained_layer, rest_layer, dout = read((trained, rest, douts), index)
+            _, pull_back = jax.vjp(lambda x, trained: body(x, trained, rest_layer), x, trained_layer)
+            dx, parts = pull_back((dx, dout))
+            return dx, ahead, jax.tree.map(lambda stack, part: write(stack, part, index), dtrained, parts)
 
-        first = (dx, fetch(layers - 1))
-        stacked = (jnp.arange(layers), trained, rest, douts)
-        (dx, _), dtrained = jax.lax.scan(step, first, stacked, reverse=True)
+        dtrained = jax.tree.map(lambda leaf: empty(layers, leaf[0]), trained)
+        dx, _, dtrained = jax.lax.fori_loop(0, layers, step, (dx, fetch(layers), dtrained))
         return dx, dtrained, None
 
     run.defvjp(forward, backward)

@@ -64,7 +64,8 @@ class Memory:
 def predict(work: Workload, remat: str) -> Memory:
     """Memory of a step with this rematerialisation, see Decoder.trunk."""
     trained = device_bytes(work.state.params)
-    inputs = sum(stack.repeats for stack in work.cfg.stacks) * work.tokens * work.cfg.width * work.dtype.itemsize
+    places = sum(stack.repeats + (remat == "offload") for stack in work.cfg.stacks)  # see `scan_offloaded`
+    inputs = places * work.tokens * work.cfg.width * work.dtype.itemsize
     return Memory(
         frozen=device_bytes(work.frozen),
         trained=trained,
