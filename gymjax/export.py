@@ -40,7 +40,7 @@ def load_merged(config: Config, adapter: Path | None) -> LoadedModel:
     """The base in the dtype it is stored in, on the host, with an adapter added in f32 and rounded once.
 
     Args:
-        config: model_name_or_path, cache_dir, rope_scaling and cutoff_len are read; quantization_bit is not, as a merge
+        config: what names the base, rope_scaling and cutoff_len are read; quantization_bit is not, as a merge
             goes into the 16-bit weights. A base that only exists in NF4 is dequantized first.
         adapter: PEFT folder; None leaves the base as it is.
 
@@ -49,7 +49,7 @@ def load_merged(config: Config, adapter: Path | None) -> LoadedModel:
         ValueError: base and adapter do not fit together.
     """
     base = with_own_base(dataclasses.replace(config.model, quantization_bit=None), adapter)
-    path = locate(base.model_name_or_path, base.cache_dir)
+    path = locate(base)
     # A GGUF file's weights are packed in other ways: f32 holds what they stand for.
     dtype = jnp.dtype("float32" if path.suffix == ".gguf" else stored_dtype(read_config(path)))
     with jax.default_device(jax.local_devices(backend="cpu")[0]):

@@ -36,7 +36,7 @@ def preview_config(config: Config, split: str = "train") -> tuple[Loader, object
     Raises:
         ConfigError: no such split.
     """
-    tokenizer = load_tokenizer(locate(config.model.model_name_or_path, config.model.cache_dir))
+    tokenizer = load_tokenizer(locate(config.model))
     train, hub_cache = config.train, config.model.cache_dir
     prepared = prepare(config.data, tokenizer, stage=train.stage, seed=train.seed, hub_cache=hub_cache)
     splits: dict[str, Dataset | None] = {"train": prepared.train, "eval": prepared.eval}

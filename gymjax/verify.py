@@ -128,7 +128,7 @@ def verify(config: Config, *, torch: bool = True, tolerance: float = 1e-4, token
         raise ConfigError("torch=false and no adapter: nothing to compare; give adapter_name_or_path")
     python = torch_python() if torch else None
     config = dataclasses.replace(config, model=with_own_base(config.model, adapter))
-    path = locate(config.model.model_name_or_path, config.model.cache_dir)
+    path = locate(config.model)
     dense = dataclasses.replace(config.model, quantization_bit=None)
     loaded = load_base(dense, policy("fp32"), cutoff_len=config.data.cutoff_len)
     model = loaded.model

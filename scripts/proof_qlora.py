@@ -55,7 +55,7 @@ def prepare(folder: Path, options: argparse.Namespace) -> None:
     from gymjax.config.sections import ModelConfig
 
     rows, length = map(int, options.batch.split("x"))
-    config = ModelConfig(model_name_or_path=str(locate(options.model)))
+    config = ModelConfig(model_name_or_path=str(locate(ModelConfig(model_name_or_path=options.model))))
     base = open_base(config)
     model = load_decoder(base.cfg, base.source, dtype="bfloat16")
     save_folder(folder / "model", model, base.hf_config, dtype="bfloat16", tokenizer=base.tokenizer)

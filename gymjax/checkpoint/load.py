@@ -86,7 +86,7 @@ def with_own_base(config: ModelConfig, adapter: Path | str | None) -> ModelConfi
     settings, _ = open_adapter(Path(adapter))  # mistakes in its files are found before a base is loaded
     base = own_base(Path(adapter))
     if base is not None:
-        return dataclasses.replace(config, model_name_or_path=str(base))
+        return dataclasses.replace(config, model_name_or_path=str(base), model_revision=None)
     trained_over, given = settings.get("base_model_name_or_path"), config.model_name_or_path
     if trained_over and Path(trained_over).name != Path(given).name:  # folders move
         warnings.warn(f"{adapter} was trained over {trained_over}, and is used over {given}", stacklevel=2)
@@ -97,7 +97,7 @@ def open_base(config: ModelConfig, *, cutoff_len: int | None = None) -> OpenedBa
     """Find a base model and map its files.
 
     Args:
-        config: model_name_or_path, cache_dir and rope_scaling are read.
+        config: model_name_or_path, model_revision, cache_dir and rope_scaling are read.
         cutoff_len: tokens that rope_scaling makes room for.
 
     Raises:
@@ -105,7 +105,7 @@ def open_base(config: ModelConfig, *, cutoff_len: int | None = None) -> OpenedBa
         ValueError: damaged or unsupported files, a tokenizer that does not fit, a rope_scaling that the model cannot
             have.
     """
-    path = locate(config.model_name_or_path, config.cache_dir)
+    path = locate(config)
     source = open_model(path)
     hf_config = dict(source.config)
     if config.rope_scaling is not None:
@@ -130,7 +130,7 @@ def load_base(
     """Load a base model, one variable of the tree in host memory at a time.
 
     Args:
-        config: model_name_or_path, cache_dir, quantization_bit, double_quantization and rope_scaling are read. With
+        config: what names the base, quantization_bit, double_quantization and rope_scaling are read. With
             quantization_bit 4 the linear weights of the blocks are packed into NF4 as they are read; a bitsandbytes
             checkpoint stays packed whatever the setting.
         policy: dtypes of the dense weights and of the computation.
@@ -194,18 +194,35 @@ def _check_vocabulary(path: Path, tokenizer: PreTrainedTokenizerBase, cfg: Decod
         )
 
 
-def locate(name: str, cache_dir: str | None = None) -> Path:
+def locate(config: ModelConfig) -> Path:
     """The folder or .gguf file that a model_name_or_path stands for; a hub id is downloaded.
 
     Args:
-        name: a folder, a .gguf file, `package:NAME` (the one .gguf file inside an installed Python package), or a hub
-            id such as `Qwen/Qwen3-0.6B`.
-        cache_dir: where hub downloads go; None for huggingface_hub's own place.
+        config: model_name_or_path is a folder, a .gguf file, `package:NAME` (the one .gguf file inside an installed
+            Python package), or a hub id such as `Qwen/Qwen3-0.6B`, of which model_revision and cache_dir are read.
 
     Raises:
-        FileNotFoundError: nothing of that name, here or on the hub, or the hub is out of reach.
-        ValueError: a folder with several .gguf files and no config.json.
+        FileNotFoundError: nothing of that name or revision, here or on the hub, or the hub is out of reach.
+        ValueError: a folder with several .gguf files and no config.json, or a revision of what is here.
     """
+    name, revision = config.model_name_or_path, config.model_revision
+    local = _locate_here(name)
+    if local is None:
+        return download(
+            "model_name_or_path",
+            name,
+            _HUB_FILES,
+            ignore=_HUB_DUPLICATES,
+            revision=revision,
+            cache_dir=config.cache_dir,
+        )
+    if revision not in (None, "main"):
+        raise ValueError(f"model_revision is {revision}, but {name} is here, not on the hub; remove model_revision")
+    return local
+
+
+def _locate_here(name: str) -> Path | None:
+    """What is on this machine by that name; None for a hub id."""
     if name.startswith(PACKAGE_PREFIX):
         return _only_gguf(_package_folder(name.removeprefix(PACKAGE_PREFIX)), name)
     path = Path(name).expanduser()
@@ -218,7 +235,7 @@ def locate(name: str, cache_dir: str | None = None) -> Path:
         raise ValueError(f"{path} is neither a folder nor a .gguf file; give the folder that holds config.json")
     if path.suffix == ".gguf" or not HUB_ID.fullmatch(name):
         raise FileNotFoundError(f"model_name_or_path: {name} does not exist here and is no hub id (owner/name)")
-    return download("model_name_or_path", name, _HUB_FILES, ignore=_HUB_DUPLICATES, cache_dir=cache_dir)
+    return None
 
 
 def open_model(path: Path) -> HFFolder | GGUFFile:

@@ -36,6 +36,7 @@ def save_adapter(
     spec: LoraSpec,
     *,
     base: str,
+    revision: str | None = None,
     start: Mapping[str, np.ndarray] | None = None,
     tokenizer: Any = None,
 ) -> None:
@@ -49,6 +50,7 @@ def save_adapter(
         model: with adapters attached.
         spec: what they were attached with.
         base: base_model_name_or_path for the config.
+        revision: of the base on the hub, which PEFT then loads; None for main.
         start: factors that the model's base gave up: the adapter is written as plain LoRA of twice the rank, for the
             base as it was before.
         tokenizer: written with its `save_pretrained`.
@@ -65,7 +67,8 @@ def save_adapter(
     saved = _trained_base_weights(model)
     tied = model.cfg.tie_embeddings and any(weight.name == _EMBED for weight in saved)
     names = [row.name for _, row in lora_modules(model)]
-    config = _config(model, spec, base, names, _module_names(model, saved, tied), tied)
+    over = {"base_model_name_or_path": base, "revision": revision}
+    config = _config(spec, over, names, _module_names(model, saved, tied), tied)
     config, arrays = to_peft(model, spec, config, arrays)
     targets = config["target_modules"]
     config["target_modules"] = _short_names(targets, [n for n in _linear_names(model) if n not in set(names)])
@@ -87,12 +90,12 @@ def _tensor(value: np.ndarray) -> Tensor:
 
 
 def _config(
-    model: Decoder, spec: LoraSpec, base: str, names: Sequence[str], modules: list[str], tied: bool
+    spec: LoraSpec, over: Mapping[str, str | None], names: Sequence[str], modules: list[str], tied: bool
 ) -> dict[str, Any]:
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
+        **over,
         "r": spec.rank,
         "lora_alpha": _plain(spec.alpha),
         "lora_dropout": spec.dropout,

@@ -18,6 +18,7 @@ RENAMED: dict[str, str] = {
     "modules_to_save": "additional_target",
     "peft_use_rslora": "use_rslora",
     "peft_use_dora": "use_dora",
+    "revision_of_model": "model_revision",
     "sequence_len": "cutoff_len",
     "max_seq_length": "cutoff_len",
     "sample_packing": "packing",

@@ -34,6 +34,7 @@ class ModelConfig:
 
     model_name_or_path: str = ""  # a folder, a .gguf file or a hub id; load() requires it
     adapter_name_or_path: str | None = None  # a PEFT adapter folder to continue from, generate with or merge
+    model_revision: str | None = None  # branch, tag or commit of a hub id; None = main
     cache_dir: str | None = None  # where hub downloads go; None = huggingface_hub's own place
     rope_scaling: Literal["linear", "dynamic", "yarn", "llama3"] | None = None  # extends the context to cutoff_len
     flash_attn: Literal["auto", "fa", "cudnn", "disabled"] = "auto"  # fa = this project's kernel, disabled = XLA

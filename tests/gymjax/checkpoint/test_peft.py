@@ -45,7 +45,7 @@ def adapted(model, spec=SPEC, modules=()):
 
 @pytest.fixture
 def adapter(tiny, tmp_path):
-    save_adapter(tmp_path / "adapter", adapted(tiny), SPEC, base="org/base")
+    save_adapter(tmp_path / "adapter", adapted(tiny), SPEC, base="org/base", revision="v1")
     return tmp_path / "adapter"
 
 
@@ -63,7 +63,7 @@ def test_files_are_pefts(adapter):
     config = json.loads((adapter / "adapter_config.json").read_text())
     assert set(KEYS) <= set(config)
     assert config["target_modules"] == ["down_proj", "q_proj"]
-    assert config["base_model_name_or_path"] == "org/base"
+    assert (config["base_model_name_or_path"], config["revision"]) == ("org/base", "v1")
     assert (config["r"], config["lora_alpha"]) == (4, 8)
     tensors = open_tensors(adapter / "adapter_model.safetensors")
     assert len(tensors) == 2 * 2 * 2
