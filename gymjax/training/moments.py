@@ -57,7 +57,7 @@ def layer_bytes(work: Workload, remat: str) -> int:
     """Widest moment of a layer's backward pass: where the feed-forward block's gradients are made.
 
     Alive are, unless they are among what is kept: of width F gate, up, their product's gradient, and both's own (and
-    with "offload" one more, by what the compiler needs at 2,048 to 262,144 tokens of an 8B model); 4 D:
+    with "offload" and chunks one more, by what the compiler needs at 2,048 to 262,144 tokens of an 8B model); 4 D:
     the layer's input, the residual stream behind attention, its norm, and the gradient that came in; and what
     attention's backward pass will want, 2 Q + 2 K. Groups of layers that are scanned together are computed again
     together: each layer but one adds all it computes, 3 F + 5 D + 2 Q + 2 K. Beside these stand the weights that are
@@ -93,11 +93,12 @@ def _group(work: Workload, stack: Stack, remat: str) -> int:
 def _backward_elements(work: Workload, kind: LayerKind, remat: str) -> int:
     cfg = work.cfg
     chunks = 1 if kind.experts else -(-work.length // CHUNK)
-    wide = 5 + (remat == "offload") - len(kept_names(remat) & {"gate", "up"})
+    wide = 5 + (remat == "offload" and chunks > 1) - len(kept_names(remat) & {"gate", "up"})
     ffn = wide * ffn_elements(cfg, kind) * work.tokens // chunks
     arrays = 4 - ("middle" in kept_names(remat))
     if chunks > 1:  # their gradients are joined, and several rows are put in the order of chunks
-        arrays += 1 + (work.rows > 1)
+        holes = chunks > 2 and remat == "offload"  # that the chunks' arrays leave among those of all tokens
+        arrays += 1 + (work.rows > 1 or holes)
     stream = arrays * cfg.width * work.tokens
     if kind.experts is not None:  # the sorted copy of the tokens, and its gradient
         stream += (2 - ("rows" in kept_names(remat))) * kind.experts.top_k * cfg.width * work.tokens
